@@ -1,6 +1,6 @@
 """Measure the area that the front of fxopt.search covers, beside presets, random choice and an expert's pipeline.
 
-    python benchmarks/search.py [--only ROW ...] [--trials 20] [--seconds 60] [--seeds 3] [--json FILE]
+    python benchmarks/search.py [--only ROW ...] [--trials 20] [--seconds 60] [--json FILE]
 
 Tasks with a metric, trained here: digits by a CNN and a vision transformer, texts of two grammars by a transformer,
 communities of a random graph by a GCN, and a noisy function by an ensemble. Points are compared by latency, as a share
@@ -355,7 +355,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=rows, default=rows)
     parser.add_argument("--trials", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of a search; of a large model four times that")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of a search")
+    parser.add_argument("--large-seconds", type=float, default=300.0, help="of a search for a large model")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -365,18 +366,14 @@ def main() -> None:
     found = {kind: {row["task"]: row for row in known.get(kind, [])} for kind in ("tasks", "large")}
     for name in given.only:
         if name in LARGE:
-            found["large"][name] = alone(partial(measure_large, name, 4 * given.seconds))
+            found["large"][name] = alone(partial(measure_large, name, given.large_seconds))
         else:
             found["tasks"][name] = alone(partial(measure, name, given.trials, given.seconds, given.seeds))
         if file is not None:
             kinds = {kind: [each[row] for row in rows if row in each] for kind, each in found.items()}
-            report = {
-                "schema_version": 2,
-                **described(),
-                "trials": given.trials,
-                "search_seconds": given.seconds,
-                **kinds,
-            }
+            asked = {"trials": given.trials, "search_seconds": given.seconds, "large_seconds": given.large_seconds}
+            cpu = {"cpu": torch.backends.cpu.get_cpu_capability()}
+            report = {"schema_version": 2, **described(), **cpu, **asked, **kinds}
             file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

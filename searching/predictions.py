@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from ..errors import UsageError
 from .points import Aim, Point
 from .space import PRESET, Choice, Space, can_be, key_of
 
@@ -35,6 +36,7 @@ class Predictions:
         self._known: dict[tuple[str, ...], _Expected] = {}
         self._lossy: list[Point] = []
         self._alone: list[Point] = []
+        self._refused: list[Point] = []
         self._first: Point | None = None
 
     def learn(self, point: Point) -> None:
@@ -49,6 +51,8 @@ class Predictions:
                 self._alone.append(point)
                 if found.loss > _FAR * self._aim.allowed_loss:
                     self._lossy.append(point)
+        elif point.reason.startswith(UsageError.__name__) and len(self._changed(point.choice)) == 1:
+            self._refused.append(point)
 
     def _changed(self, choice: Choice) -> list[str]:
         """Return the groups in which a choice is not where the search starts."""
@@ -92,6 +96,14 @@ class Predictions:
             for point in self._alone
             if point.choice[name] != self._space.start[name]
         )
+
+    def refused(self, choice: Choice) -> Point | None:
+        """Return a point of one pass, or preset, that cannot be here at all, where a choice has that too."""
+        for point in self._refused:
+            (name,) = self._changed(point.choice)
+            if self._space.groups[name].is_less(choice[name], point.choice[name]):
+                return point
+        return None
 
     def hopeless(self, choice: Choice) -> Point | None:
         """Return a point of one pass that loses far too much, where a choice has that pass, or with larger numbers."""

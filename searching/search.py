@@ -250,6 +250,9 @@ class Search:
         same = predictions.same_as(choice)
         if same is not None:
             return f"not made: predicted to rewrite the same as {pipeline_of(same) or 'nothing'!r}"
+        refused = predictions.refused(choice)
+        if refused is not None:
+            return f"not made: {refused.pipeline!r} is refused already"
         beaten = predictions.beaten_by(choice, others)
         if beaten is not None:
             return f"not made: predicted to be beaten by {beaten.pipeline or 'the original'!r}"

@@ -74,6 +74,15 @@ def test_a_pass_that_rewrites_nothing_alone_is_predicted_to_rewrite_nothing():
     assert other.same_as({**START, "quantize": idle, "prune": PRUNED}) is None
 
 
+def test_what_is_refused_alone_is_not_tried_with_others():
+    broken = replace(point(8, 1.0, quantize=STATIC), figures={}, reason="UsageError: it does not run here")
+    predictions = learned(point(8, 1.0), broken)
+    assert predictions.refused({**START, "quantize": STATIC, "prune": PRUNED}) is broken
+    assert predictions.refused({**START, "quantize": "quantize", "prune": PRUNED}) is None
+    failed = replace(broken, reason="RuntimeError: out of memory")
+    assert learned(point(8, 1.0), failed).refused({**START, "quantize": STATIC, "prune": PRUNED}) is None
+
+
 def test_a_pass_that_loses_far_too_much_is_left_out_with_larger_numbers():
     predictions = learned(point(8, 1.0), point(4, 0.5, prune=PRUNED))
     assert predictions.hopeless({**START, "quantize": STATIC, "prune": PRUNED}) is not None
