@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import random
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,8 @@ _FIXED = "fixed_params"
 """Where optuna keeps what a planned trial will be."""
 _SEEDS = 2**32
 """Samplers take so many seeds."""
+_STALE = timedelta(minutes=10)
+"""A trial that began earlier is taken for that of a process that has died."""
 _TRIES = 8
 """After so many choices that were tried already, or cannot be, any other one is taken."""
 _MOST = 2000
@@ -66,7 +70,7 @@ class Trials:
     def plan(self, choices: Iterable[Choice]) -> None:
         """Let these be tried next, in this order; those that were tried, or are planned, are passed over."""
         with _quiet():
-            planned = [trial.system_attrs[_FIXED] for trial in self._waiting()]
+            planned = [trial.system_attrs[_FIXED] for trial in self._waiting()] + self._running()
             for choice in filter(self._is_new, choices):
                 parameters = self._parameters(choice)
                 if parameters not in planned:
@@ -90,7 +94,7 @@ class Trials:
             tries -= not self.are_planned
             with _quiet():
                 trial, choice = self._asked()
-            if choice is None or not self._is_new(choice):
+            if choice is None or not self._is_new(choice) or trial.params in self._running(trial.number):
                 self.forget(trial)
                 continue
             self._tried.add(key_of(choice))
@@ -109,6 +113,16 @@ class Trials:
         from optuna.trial import TrialState
 
         return self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+
+    def _running(self, before: float = math.inf) -> list[dict[str, Any]]:
+        """Return what is being tried now, in any process, with a number below one."""
+        from optuna.trial import TrialState
+
+        trials, oldest = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)), datetime.now() - _STALE
+        return [
+            trial.params for trial in trials
+            if trial.number < before and trial.datetime_start is not None and trial.datetime_start > oldest
+        ]  # fmt: skip
 
     def tell(self, trial: Trial, point: Point) -> None:
         """Note what became of a trial."""

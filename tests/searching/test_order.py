@@ -34,7 +34,7 @@ class Teller:
     made: list[str] = field(default_factory=list[str])
     original: Point = ORIGINAL
     evaluate_seconds: float = 0.0
-    trial_seconds: float = 0.0
+    trial_seconds: float = 1e-3
     base: Any = None
     calls: tuple[Any, ...] = ()
     states: dict[int, Any] = field(default_factory=dict[int, Any])

@@ -6,14 +6,19 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import fxopt
+from fxopt.passes.sites import Goal, Phase
+from fxopt.searching.points import Aim
+from fxopt.searching.space import Space
+from fxopt.searching.trials import Trials
 
 pytest.importorskip("optuna")
 
@@ -76,12 +81,12 @@ def said(process: subprocess.Popen[str]) -> dict[str, list[str]]:
 
 
 def test_processes_share_trials(tmp_path: Path, started: list[subprocess.Popen[str]]):
-    started += [child(tmp_path, trials=3) for _ in range(2)]
+    started += [child(tmp_path, trials=2) for _ in range(2)]
     both = [said(process) for process in started]
     front = searched(tmp_path, trials=1)
     tried = [point.pipeline for point in front.trials]
     assert len(tried) == len(set(tried))
-    assert sum(point.repeats is None for point in front.trials) >= 7
+    assert len(tried) >= 5
     assert all(set(each["trials"]) <= set(tried) for each in both)
     assert tried[:3] == ["inference{dtype=float32}", "inference{dtype=bfloat16}", "inference{dtype=int8}"]
 
@@ -94,11 +99,44 @@ def test_a_search_that_was_interrupted_goes_on(tmp_path: Path, started: list[sub
         assert process.stdout.readline() == "evaluating\n"
     process.send_signal(signal.SIGINT)
     before = said(process)
-    assert before["trials"] == ["inference{dtype=float32}"]
+    assert before["trials"][:1] == ["inference{dtype=float32}"]
     assert before["notes"][-1] == "the search was stopped after 1 trial"
     assert before["front"]
-    front = searched(tmp_path, trials=1)
-    assert [point.pipeline for point in front.trials if point.repeats is None] == [
-        "inference{dtype=float32}",
-        "inference{dtype=int8}",
-    ]
+    tried = [point.pipeline for point in searched(tmp_path, trials=1).trials]
+    assert len(tried) == len(set(tried)) > len(before["trials"])
+    assert tried[: len(before["trials"])] == before["trials"]
+
+
+def trials(folder: Path, seed: int = 0) -> Trials:
+    aim = Aim("latency", (), {"latency": 1.0}, has_metric=False, minimize=False)
+    return Trials(Space(Phase.EVAL, {Goal.SPEED}), aim, of="a model", folder=folder, seed=seed)
+
+
+def test_what_was_interrupted_is_planned_again(tmp_path: Path):
+    first = trials(tmp_path)
+    singles = Space(Phase.EVAL, {Goal.SPEED}).singles()
+    first.plan(singles)
+    trial, choice = next_of(first)
+    assert choice == singles[0]
+    first.forget(trial)
+    again = trials(tmp_path)
+    again.plan(singles)
+    found = [next_of(again)[1] for _ in singles]
+    assert found == [*singles[1:], singles[0]]
+
+
+def test_what_another_process_tries_now_is_not_tried_as_well(tmp_path: Path):
+    one, other = trials(tmp_path), trials(tmp_path, seed=1)
+    singles = Space(Phase.EVAL, {Goal.SPEED}).singles()[:3]
+    one.plan(singles)
+    assert next_of(one)[1] == singles[0]
+    other.plan(singles)
+    found = [next_of(other)[1] for _ in range(3)]
+    assert found[:2] == singles[1:]
+    assert found[2] not in singles
+
+
+def next_of(given: Trials) -> tuple[Any, Mapping[str, str]]:
+    found = given.next()
+    assert found is not None
+    return found
