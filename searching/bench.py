@@ -156,11 +156,16 @@ class Bench:
         is_changed = any(each.status == "applied" for each in needed_record(changed).plan.last(len(changing)).decisions)
         if is_changed:
             self._train(changed)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", StateWarning)
-                self.states[number] = {name: each.clone() for name, each in api.state_dict(changed).items()}
+            self.states[number] = self._trained_state(changed)
         rest = [each for each in passes if each not in changing]
         return (self._run(changed, rest) if rest else changed), is_changed
+
+    def _trained_state(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the weights of a trained model by their original names, without what passes have added to them."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", StateWarning)
+            names, trained = self.base.state_dict().keys(), api.state_dict(model)
+        return {name: each.clone() for name, each in trained.items() if name in names}
 
     def _train(self, model: nn.Module) -> None:
         assert self._finetune is not None  # noqa: S101 - whoever calls this has looked

@@ -94,7 +94,8 @@ class Trials:
             tries -= not self.are_planned
             with _quiet():
                 trial, choice = self._asked()
-            if choice is None or not self._is_new(choice) or trial.params in self._running(trial.number):
+            self.points()  # those that other processes have told by now
+            if choice is None or not self._is_new(choice) or trial.params in self._running(trial):
                 self.forget(trial)
                 continue
             self._tried.add(key_of(choice))
@@ -114,15 +115,14 @@ class Trials:
 
         return self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
 
-    def _running(self, before: float = math.inf) -> list[dict[str, Any]]:
-        """Return what is being tried now, in any process, with a number below one."""
+    def _running(self, before: Trial | None = None) -> list[dict[str, Any]]:
+        """Return what is being tried now, in any process, and was begun before a trial."""
         from optuna.trial import TrialState
 
-        trials, oldest = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)), datetime.now() - _STALE
-        return [
-            trial.params for trial in trials
-            if trial.number < before and trial.datetime_start is not None and trial.datetime_start > oldest
-        ]  # fmt: skip
+        first, now = datetime.now() - _STALE, datetime.now()
+        last = (now, math.inf) if before is None else (before.datetime_start or now, before.number)
+        running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        return [each.params for each in running if first < (each.datetime_start or now) and _begun(each, now) < last]
 
     def tell(self, trial: Trial, point: Point) -> None:
         """Note what became of a trial."""
@@ -175,6 +175,10 @@ class Trials:
             for (key, option), value in zip(group.options.items(), group.values_of(choice[name]), strict=False):
                 found[f"{name}.{key}"] = option.texts.index(value) if option.is_ordered else value
         return found
+
+
+def _begun(trial: FrozenTrial, now: datetime) -> tuple[datetime, float]:
+    return trial.datetime_start or now, trial.number
 
 
 def _text(trial: Trial, group: Group) -> str | None:
