@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, cast
 
@@ -15,7 +16,7 @@ from .collection import collection_paused
 from .compat import all_modules
 from .deploy import reproducer
 from .deploy.checkpoints import load_sharded as load_parts
-from .errors import StateError, expect
+from .errors import StateError, StateWarning, expect
 from .layers.delegated import refresh as refresh_regions
 from .passes.driver import (
     Request,
@@ -183,7 +184,9 @@ def report(model: nn.Module, example_inputs: object = None) -> Report:
     record = needed_record(model)
     profiles = None
     if example_inputs is not None:
-        original = capture(restore(model), example_inputs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", StateWarning)  # what is gone is zero in it: that is meant
+            original = capture(restore(model), example_inputs)
         for call in original.whole_calls[:1]:
             profiles = profile_of(original.model, call), profile_of(model, call)
     return Report(record, misses_in(all_modules(model)), notes(record, model), model, profiles)

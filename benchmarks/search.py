@@ -1,38 +1,50 @@
-"""Measure the area that the front of fxopt.search covers, beside presets, random search and an expert's pipeline.
+"""Measure the area that the front of fxopt.search covers, beside presets, random choice and an expert's pipeline.
 
-    python benchmarks/search.py [--only TASK ...] [--trials 30] [--seeds 1] [--json FILE]
+    python benchmarks/search.py [--only ROW ...] [--trials 20] [--seconds 60] [--json FILE]
 
 Tasks with a metric, trained here: digits by a CNN and a vision transformer, texts of two grammars by a transformer,
 communities of a random graph by a GCN, and a noisy function by an ensemble. Points are compared by latency, as a share
 of the original's, and by what is lost of the metric. The area is that between a front and the point (1, LOSS), of all
-there is.
+there is. Random choice measures as many points as the search did.
+
+Large models with random weights, where the error of the results is what is lost: ResNet-50 and BERT-base are to be
+twice as fast at an error of at most 1%. The row says when a point was first there, and what the process held at most.
+
+Each row is a process of its own. With --json, rows that the file has and that are not asked for stay.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
+import multiprocessing
+import random
+import resource
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import compression_accuracy as digits_of
 import torch
 from machine import described
+from ordinary_models import CASES
 from torch import Tensor, nn
 from torch_geometric.nn import GCNConv
 
+import fxopt
 from fxopt.passes.sites import Goal, Phase
 from fxopt.searching.bench import Bench
 from fxopt.searching.points import Aim, Point
 from fxopt.searching.search import Search
 from fxopt.searching.sensitivity import sensitivities
-from fxopt.searching.space import PRESET, Space
-from fxopt.searching.trials import Sampler, Trials
+from fxopt.searching.space import PRESET, Space, can_be, pipeline_of
+from fxopt.searching.trials import Trials
 from fxopt.tracing.examples import normalize_inputs
 
 LOSS = 0.05
@@ -211,70 +223,158 @@ def area(aim: Aim, points: Sequence[Point]) -> float:
     return covered / LOSS
 
 
-def searched(
-    bench: Bench, aim: Aim, space: Space, trials: int, seed: int, sampler: Sampler, *, guided: bool
-) -> tuple[list[Point], float]:
-    """Return the points of a search, with the original, and its seconds."""
-    start = time.perf_counter()
-    made = Trials(space, aim, of="", folder=None, seed=seed, sampler=sampler)
-    front = Search(bench, space, aim, made, folder=None, deadline=math.inf, most=trials, guided=guided).run()
-    return [front.original, *front.trials], time.perf_counter() - start
+@dataclass
+class Tried:
+    """What one way of choosing has found: its points, the original's first, and the seconds that it took."""
+
+    aim: Aim
+    points: list[Point]
+    seconds: float
+
+    @property
+    def made(self) -> int:
+        """Return how many points were measured; those that rewrite the same as another count once."""
+        return sum(point.number >= 0 and point.seconds > 0 and point.repeats is None for point in self.points)
+
+    @property
+    def area(self) -> float:
+        return area(self.aim, self.points)
 
 
-def measure(name: str, trials: int, seeds: int) -> dict[str, Any]:
-    task = TASKS[name]()
+def prepared(task: Task, seed: int) -> tuple[Bench, Aim, Space]:
     calls = normalize_inputs(task.inputs, task.model)
-    bench = Bench(task.model, calls, training=False, evaluate=task.evaluate, finetune=task.finetune, seed=0)
+    bench = Bench(task.model, calls, training=False, evaluate=task.evaluate, finetune=task.finetune, seed=seed)
     aim = Aim("latency", (), bench.original.figures, has_metric=True, minimize=False)
-    space = Space(Phase.EVAL, {Goal.SPEED}, sensitivities(bench.base, calls))
-    found: dict[str, list[float]] = {}
-    seconds: dict[str, list[float]] = {}
-    shown: list[Point] = []
-    for seed in range(seeds):
-        for way, sampler, guided in WAYS:
-            points, took = searched(bench, aim, space, trials, seed, sampler, guided=guided)
-            found.setdefault(way, []).append(area(aim, points))
-            seconds.setdefault(way, []).append(took)
-            if guided and not shown:
-                shown = points
-    presets = [
-        point for point in shown
-        if point.number >= 0 and {**point.choice, PRESET: space.start[PRESET]} == dict(space.start)
-    ]  # fmt: skip
+    return bench, aim, Space(Phase.EVAL, {Goal.SPEED}, sensitivities(bench.base, calls), trains=True)
+
+
+def by_search(task: Task, trials: int, seconds: float, seed: int) -> Tried:
+    """Search for so many trials or seconds, whatever ends first."""
+    torch.manual_seed(seed)
+    bench, aim, space = prepared(task, seed)
+    start = time.perf_counter()
+    made = Trials(space, aim, of="", folder=None, seed=seed)
+    front = Search(bench, space, aim, made, folder=None, deadline=start + seconds, most=trials).run()
+    return Tried(aim, [front.original, *front.trials], time.perf_counter() - start)
+
+
+def by_chance(task: Task, trials: int, seed: int) -> Tried:
+    """Measure so many pipelines that are drawn from all that can be."""
+    torch.manual_seed(seed)
+    bench, aim, space = prepared(task, seed)
+    start, choices = time.perf_counter(), list(space.all())
+    random.Random(seed).shuffle(choices)
+    tried = Tried(aim, [bench.original], 0.0)
+    for number, choice in enumerate(filter(can_be, choices)):
+        if tried.made >= trials:
+            break
+        tried.points.append(bench.point(number, pipeline_of(choice), choice))
+    tried.seconds = time.perf_counter() - start
+    return tried
+
+
+def measure(name: str, trials: int, seconds: float, seeds: int) -> dict[str, Any]:
+    task = TASKS[name]()
+    found = [by_search(task, trials, seconds, seed) for seed in range(seeds)]
+    chance = [by_chance(task, each.made, seed) for seed, each in enumerate(found)]
+    bench, aim, space = prepared(task, 0)
+    presets = [bench.point(number, text, {}) for number, text in enumerate(space.groups[PRESET].texts)]
     singles = {point.pipeline: area(aim, [point]) for point in presets}
     expert = bench.point(-2, task.expert, {})
-    front = aim.unbeaten(shown)
-    places = [(aim.cost(point.figures), aim.loss(point.figures)) for point in front]
-    at_least = all(any(x <= aim.cost(p.figures) and y <= aim.loss(p.figures) for x, y in places) for p in presets)
+    shown = found[0]
     row = {
-        "task": name, "original": bench.original.figures, "areas": found, "seconds": seconds, "presets": singles,
+        "task": name, "original": shown.aim.original,
+        "areas": {"search": [each.area for each in found], "random": [each.area for each in chance]},
+        "seconds": {"search": [each.seconds for each in found], "random": [each.seconds for each in chance]},
+        "made": [each.made for each in found], "presets": singles,
+        "fastest": [fastest(each) for each in found],
         "expert": {"area": area(aim, [expert]), **expert.to_json(), "plan": None},
-        "front": [[point.pipeline, point.figures] for point in front], "has_each_preset": at_least,
-        "points": [[point.pipeline, point.figures, point.reason] for point in shown],
+        "front": [[point.pipeline, point.figures] for point in shown.aim.unbeaten(shown.points)],
+        "points": [[point.pipeline, point.figures, point.reason] for point in shown.points],
     }  # fmt: skip
-    said = ", ".join(f"{way} {sum(each) / len(each):.3f}" for way, each in found.items())
-    print(f"{name}: {said}, best preset {max(singles.values()):.3f}, expert {row['expert']['area']:.3f}", flush=True)
+    means = ", ".join(f"{way} {statistics.fmean(each):.3f}" for way, each in row["areas"].items())
+    print(f"{name}: {means}, best preset {max(singles.values()):.3f}, expert {row['expert']['area']:.3f}", flush=True)
     return row
 
 
-WAYS: Sequence[tuple[str, Sampler, bool]] = (
-    ("search", "tpe", True), ("search, nsga2", "nsga2", True), ("random", "random", False),
-)  # fmt: skip
+def fastest(tried: Tried) -> float:
+    """Return how many times as fast the fastest point is that loses at most 0.001."""
+    good = [each for each in tried.points if each.is_known and tried.aim.loss(each.figures) <= 0.001]
+    return tried.aim.cost(tried.aim.original) / min(tried.aim.cost(each.figures) for each in good)
+
+
+LARGE = {"ResNet-50, 224 x 224": "resnet-50", "BERT-base, 64 tokens": "bert-base, 64 tokens"}
+
+
+def measure_large(name: str, seconds: float) -> dict[str, Any]:
+    """Search a large model for half the time of a call at an error of at most 1%."""
+    model, inputs = CASES[LARGE[name]].built()
+    before, start = peak(), time.perf_counter()
+    front = fxopt.search(
+        model, example_inputs=inputs, constraints={"error": 0.01, "latency": "-50%"}, time_budget=seconds
+    )
+    took = time.perf_counter() - start
+    spent, first = took - sum(point.seconds for point in front.trials), None
+    for point in front.trials:
+        spent += point.seconds
+        if first is None and point.is_known and not front.lacks(point):
+            first = spent
+    best = front.points[0] if front.points else front.nearest[0]
+    row = {
+        "task": name, "seconds": took, "first_seconds": first, "trials": sum(each.is_known for each in front.trials),
+        "speedup": front.original.figures["latency"] / best.figures["latency"], "error": best.figures["error"],
+        "pipeline": best.pipeline, "model_bytes": front.original.figures["size"], "bytes_before": before,
+        "peak_bytes": peak(),
+        "points": [[each.pipeline, each.figures, each.reason, each.seconds] for each in front.trials],
+    }  # fmt: skip
+    said = "not there" if first is None else f"first there after {first:.0f} s"
+    print(
+        f"{name}: {row['speedup']:.2f}x at {row['error']:.2g}, {said}, {row['peak_bytes'] / 2**30:.1f} GiB", flush=True
+    )
+    return row
+
+
+def peak() -> int:
+    """Return the bytes that this process has held at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def alone(job: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what a job gives in a process of its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_one_thread) as pool:
+        return pool.submit(job).result()
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
 
 
 def main() -> None:
+    rows = [*TASKS, *LARGE]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--trials", type=int, default=30)
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--only", nargs="*", choices=rows, default=rows)
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of a search")
+    parser.add_argument("--large-seconds", type=float, default=300.0, help="of a search for a large model")
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    rows = [measure(name, arguments.trials, arguments.seeds) for name in arguments.only]
-    if arguments.json:
-        report = {"schema_version": 1, **described(), "trials": arguments.trials, "tasks": rows}
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    file: Path | None = given.json
+    known = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.exists() else {}
+    found = {kind: {row["task"]: row for row in known.get(kind, [])} for kind in ("tasks", "large")}
+    for name in given.only:
+        if name in LARGE:
+            found["large"][name] = alone(partial(measure_large, name, given.large_seconds))
+        else:
+            found["tasks"][name] = alone(partial(measure, name, given.trials, given.seconds, given.seeds))
+        if file is not None:
+            kinds = {kind: [each[row] for row in rows if row in each] for kind, each in found.items()}
+            asked = {"trials": given.trials, "search_seconds": given.seconds, "large_seconds": given.large_seconds}
+            cpu = {"cpu": torch.backends.cpu.get_cpu_capability()}
+            report = {"schema_version": 2, **described(), **cpu, **asked, **kinds}
+            file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import math
 import re
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ..passes.pipeline import chosen_passes
 from ..passes.sites import Numerics
 from ..passes.timing import Interval, Runner, call_bytes, held_memory, memory_use, time_candidates
 from ..reporting.wording import left_alone
-from ..runtime.record import Record, needed_record
+from ..runtime.record import Plan, needed_record, record_of
 from ..runtime.values import flatten
 from ..tracing.examples import Inputs
 from ..tracing.isolation import in_phase, preserved
@@ -40,6 +40,7 @@ _LEAST, _CALLS = 1.0, 40
 """`optimize` takes a second at the least, and as long as so many calls: for its checks and timing."""
 _MOST_LEFT = 12
 """A point says of so many rewrites why they were not made."""
+_Rewrites = frozenset[tuple[str, ...]]
 _LARGE = 4 * 2**20
 """Bytes of a model from which on its memory is worth a collection, which takes a tenth of a second."""
 
@@ -80,7 +81,11 @@ class Bench:
         timed = time_candidates({"before": self._runner}, seconds=_SECONDS, least_rounds=_ROUNDS)
         self._seconds = timed.seconds("before")
         self.original = Point(-1, "", {**self._costs(self.base, self._seconds), "error": 0.0, **worth})
-        self._measured = dict[frozenset[tuple[str, ...]], dict[str, Any]]()
+        earlier = record_of(self.base)
+        self._earlier = 0 if earlier is None else len(earlier.plan.pipeline)
+        self._measured: dict[_Rewrites, dict[str, Any]] = {
+            frozenset(): {"figures": self.original.figures, "repeats": self.original.number}
+        }
         """What was rewritten -> what was measured of it: another pipeline that rewrites the same is the same point."""
         self.states: dict[int, Mapping[str, Tensor]] = {}
         """Number of a point -> its weights, where they were trained."""
@@ -94,6 +99,13 @@ class Bench:
     def trial_seconds(self) -> float:
         """Return about how long a trial takes: what `optimize` may take at least, and evaluating."""
         return self.evaluate_seconds + max(_LEAST, _CALLS * self._seconds)
+
+    def recall(self, points: Iterable[Point]) -> None:
+        """Take in points that were measured before: what rewrites the same is not measured again."""
+        for point in points:
+            if point.is_known and not point.finetuned and point.repeats is None:
+                made = {"figures": point.figures, "interval": point.interval, "repeats": point.number}
+                self._measured.setdefault(_rewrites(point.plan), made)
 
     def point(
         self, number: int, pipeline: str, choice: Choice, unwanted: Callable[[Mapping[str, float]], str] = lambda _: ""
@@ -114,26 +126,24 @@ class Bench:
     ) -> dict[str, Any]:
         fast, finetuned = self._optimized(number, passes)
         record = needed_record(fast) if passes else None
-        rewrites = _rewrites(record)
+        plan = None if record is None else record.plan.last(len(record.plan.pipeline) - self._earlier)
+        left = [] if record is None else [f"{each.status} {each.what}: {each.reason}" for each in left_alone(record)]
+        made: dict[str, Any] = {"plan": plan, "left": tuple(left[:_MOST_LEFT]), "finetuned": finetuned}
+        rewrites = _rewrites(plan)
         if not finetuned and rewrites in self._measured:
-            return {**self._measured[rewrites], "plan": None if record is None else record.plan}
+            return {**made, **self._measured[rewrites]}
         with in_phase(fast, self.training):
             speed = self._speed(fast)
             seconds = self._seconds / speed.mid
             figures = {**self._costs(fast, seconds), "error": self._error(fast)}
-        left = [] if record is None else [f"{each.status} {each.what}: {each.reason}" for each in left_alone(record)]
         reason = "" if self._evaluate is None else unwanted(figures)
         if self._evaluate is not None and not reason:
             figures["metric"] = self._worth(fast)
         calls = len(self.calls)
-        made = {
-            "figures": figures, "interval": (self._seconds / speed.high / calls, self._seconds / speed.low / calls),
-            "plan": None if record is None else record.plan, "left": tuple(left[:_MOST_LEFT]), "reason": reason,
-            "finetuned": finetuned,
-        }  # fmt: skip
+        interval = self._seconds / speed.high / calls, self._seconds / speed.low / calls
         if not finetuned and not reason:
-            self._measured[rewrites] = made
-        return made
+            self._measured[rewrites] = {"figures": figures, "interval": interval, "repeats": number}
+        return {**made, "figures": figures, "interval": interval, "reason": reason}
 
     def _optimized(self, number: int, passes: Sequence[Pass]) -> tuple[nn.Module, bool]:
         """Return the model after some passes; it is trained behind those that change what it computes."""
@@ -142,13 +152,20 @@ class Bench:
         changing = [each for each in passes if each.numerics is Numerics.SEMANTIC]
         if self._finetune is None or not changing:
             return self._run(self.base, passes), False
-        pruned = self._run(self.base, changing)
-        self._train(pruned)
+        changed = self._run(self.base, changing)
+        is_changed = any(each.status == "applied" for each in needed_record(changed).plan.last(len(changing)).decisions)
+        if is_changed:
+            self._train(changed)
+            self.states[number] = self._trained_state(changed)
+        rest = [each for each in passes if each not in changing]
+        return (self._run(changed, rest) if rest else changed), is_changed
+
+    def _trained_state(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the weights of a trained model by their original names, without what passes have added to them."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", StateWarning)
-            self.states[number] = {name: each.clone() for name, each in api.state_dict(pruned).items()}
-        rest = [each for each in passes if each not in changing]
-        return (self._run(pruned, rest) if rest else pruned), True
+            names, trained = self.base.state_dict().keys(), api.state_dict(model)
+        return {name: each.clone() for name, each in trained.items() if name in names}
 
     def _train(self, model: nn.Module) -> None:
         assert self._finetune is not None  # noqa: S101 - whoever calls this has looked
@@ -166,8 +183,6 @@ class Bench:
             return api.optimize(model, list(passes), example_inputs=list(self.calls), seed=self.seed)
 
     def _speed(self, fast: nn.Module) -> Interval:
-        if fast is self.base:
-            return Interval(1.0, 1.0, 1.0)
         runs = {"before": self._runner, "after": Runner(fast, self.calls, training=self.training)}
         return time_candidates(runs, seconds=_SECONDS, least_rounds=_ROUNDS).ratio("before", "after")
 
@@ -198,12 +213,12 @@ class Bench:
             return number_of(self._evaluate, model, "evaluate")
 
 
-def _rewrites(record: Record | None) -> frozenset[tuple[str, ...]]:
+def _rewrites(plan: Plan | None) -> _Rewrites:
     """Return what tells optimized models apart: the rewrites that stand, with the options of their passes."""
-    if record is None:
+    if plan is None:
         return frozenset()
-    texts = record.plan.pipeline
-    applied = [each for each in record.plan.decisions if each.status == "applied"]
+    texts = plan.pipeline
+    applied = [each for each in plan.decisions if each.status == "applied"]
     return frozenset(
         (_without_keep(texts[each.step]), each.key, each.choice or "", json.dumps(each.to_json()["site"]))
         for each in applied

@@ -44,5 +44,5 @@ def _line(name: str, seconds: float, total: float, before: NodeCost | None, left
 
 def _is_at(decision: Decision, name: str) -> bool:
     """Say whether a decision is on a layer, or on what it is a part of."""
-    label = decision.label.partition(":")[0].strip()
+    label = decision.label.partition(":")[0].strip().replace("(root)", "")
     return label == name or (label != "" and name.startswith(f"{label}."))

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from .. import api
 from ..deploy.container import read_weights, stored_once, weights_bytes
 from ..errors import ArchiveError, InputError, PlanError, UsageError, expect, one_line
-from ..passes.driver import copied
+from ..passes.driver import copied, remember
 from ..reporting.html import points_html, points_page
 from ..reporting.plots import front_figure
 from ..reporting.table import plain_text
 from ..reporting.wording import counted, printable
-from ..runtime.record import record_of
+from ..runtime.record import needed_record, record_of
 from ..storage import as_path, write_atomically
 from ..tracing.examples import Inputs, normalize_inputs
 from ..version import VERSION
@@ -145,7 +145,11 @@ class Front:
             fresh.load_state_dict(self._states[point.number])
         if point.plan is None:
             return fresh
-        return api.optimize(fresh, plan=point.plan, example_inputs=list(self._calls), verify=False)
+        fast = api.optimize(fresh, plan=point.plan, example_inputs=list(self._calls), verify=False)
+        earlier, record = record_of(fresh), needed_record(fast)
+        plan = point.plan if earlier is None else earlier.plan.extended(point.plan)
+        remember(fast, record.changed(plan))  # with what was refused and undone, which is not repeated
+        return fast
 
     def plot(self) -> Figure:
         """Return a matplotlib figure: every point by objective and by what is lost, those of the front joined.

@@ -27,6 +27,7 @@ class Point:
         plan: the decisions; None for the model as it was given, and where the trial failed.
         left: what was not rewritten, and why, a line each.
         finetuned: whether its weights were trained; they are kept beside its plan.
+        repeats: the number of the point that rewrites the same, whose figures these are; None where it was measured.
         reason: why it failed, was not tried, or was not evaluated; "" if all is known.
         seconds: how long the trial took.
         choice: what the search chose.
@@ -39,6 +40,7 @@ class Point:
     plan: Plan | None = field(default=None, repr=False)
     left: tuple[str, ...] = field(default=(), repr=False)
     finetuned: bool = False
+    repeats: int | None = None
     reason: str = ""
     seconds: float = 0.0
     choice: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
@@ -63,6 +65,7 @@ class Point:
             given["interval"] = None if given["interval"] is None else tuple(map(float, given["interval"]))
             given["figures"] = {str(name): float(number) for name, number in given["figures"].items()}
             given["left"], given["number"] = tuple(map(str, given["left"])), int(given["number"])
+            given["repeats"] = None if given["repeats"] is None else int(given["repeats"])
             given["plan"] = None if given["plan"] is None else Plan.from_json(given["plan"], f"{where}: plan")
             return cls(**given)
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -7,8 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from ..errors import UsageError
 from .points import Aim, Point
-from .space import Choice, Space, key_of
+from .space import PRESET, Choice, Space, can_be, key_of
 
 __all__ = ["Predictions"]
 
@@ -34,15 +35,28 @@ class Predictions:
         self._space, self._aim = space, aim
         self._known: dict[tuple[str, ...], _Expected] = {}
         self._lossy: list[Point] = []
+        self._alone: list[Point] = []
+        self._refused: list[Point] = []
+        self._first: Point | None = None
 
     def learn(self, point: Point) -> None:
         """Take in a point."""
         if point.is_known:
             found = _Expected(self._aim.cost(point.figures), self._aim.loss(point.figures))
             self._known[key_of(point.choice)] = found
-            changed = [name for name, text in point.choice.items() if text != self._space.start[name]]
-            if len(changed) == 1 and found.loss > _FAR * self._aim.allowed_loss:
-                self._lossy.append(point)
+            changed = self._changed(point.choice)
+            if not changed:
+                self._first = point
+            elif len(changed) == 1:
+                self._alone.append(point)
+                if found.loss > _FAR * self._aim.allowed_loss:
+                    self._lossy.append(point)
+        elif point.reason.startswith(UsageError.__name__) and len(self._changed(point.choice)) == 1:
+            self._refused.append(point)
+
+    def _changed(self, choice: Choice) -> list[str]:
+        """Return the groups in which a choice is not where the search starts."""
+        return [name for name, text in choice.items() if text != self._space.start[name]]
 
     def expected(self, choice: Choice) -> _Expected | None:
         """Return what a choice will cost and lose; None where a part of it was not measured by itself."""
@@ -64,7 +78,30 @@ class Predictions:
             return None
         cost, loss = _MORE_SPEED * found.cost, found.loss - _LESS_LOSS * abs(found.loss)
         for point in points.values():
-            if point.is_known and self._aim.cost(point.figures) <= cost and self._aim.loss(point.figures) <= loss:
+            is_fit = point.is_known and not self._aim.lacks(point.figures)
+            if is_fit and self._aim.cost(point.figures) <= cost and self._aim.loss(point.figures) <= loss:
+                return point
+        return None
+
+    def same_as(self, choice: Choice) -> Choice | None:
+        """Return a choice without its passes that rewrite nothing beside the first preset; None if it has none such."""
+        idle = [name for name in self._changed(choice) if name != PRESET and self._is_idle(name, choice[name])]
+        without = {**choice, **{name: self._space.start[name] for name in idle}}
+        return without if idle and can_be(without) else None
+
+    def _is_idle(self, name: str, text: str) -> bool:
+        first = self._first
+        return first is not None and any(
+            _measured_as(point) == _measured_as(first) and self._space.groups[name].is_less(text, point.choice[name])
+            for point in self._alone
+            if point.choice[name] != self._space.start[name]
+        )
+
+    def refused(self, choice: Choice) -> Point | None:
+        """Return a point of one pass, or preset, that cannot be here at all, where a choice has that too."""
+        for point in self._refused:
+            (name,) = self._changed(point.choice)
+            if self._space.groups[name].is_less(choice[name], point.choice[name]):
                 return point
         return None
 
@@ -94,3 +131,8 @@ class Predictions:
                 best = expected.loss
                 chosen.append(choice)
         return chosen[:most]
+
+
+def _measured_as(point: Point) -> int:
+    """Return the number of the point whose figures a point has."""
+    return point.number if point.repeats is None else point.repeats

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,9 @@ _CHEAP = 1.0
 """A metric that takes less than a second is evaluated in any case: what it says guides the sampler."""
 _SHARE_FOR_LAYERS = 0.1
 """Of the time: looking at layers one by one takes no more."""
-_BYTES = ("memory", "size")
+_LITTLE = 0.5
+"""A point that loses less than this part of what is allowed is tried with larger numbers."""
+_BYTES, _LOSSES = ("memory", "size"), ("metric", "error")
 
 
 def search(
@@ -85,7 +88,8 @@ def search(
             A number with a sign and "%" is a change of what the original has; "<=" and ">=" may stand before others.
         time_budget: seconds, or a text such as "10 min". The trial that runs then is finished.
         trials: how many points are made at most; by default as many as there is time for.
-        finetune: trains a model in place, which is in training mode; called for points that are pruned.
+        finetune: trains a model in place, which is in training mode; called for points that are pruned, or rounded in
+            training (`qat`).
         storage: a folder for the trials. A search goes on from it, and several processes may search in it together.
         seed: of what is chosen, and of what verification draws.
 
@@ -114,7 +118,7 @@ def search(
     bench = Bench(model, calls, training=phase is Phase.TRAIN, evaluate=evaluate, finetune=finetune, seed=seed)
     aim = Aim(objective, bounds, bench.original.figures, evaluate is not None, minimize)
     goals = {Goal.SPEED, *([Goal.MEMORY, Goal.SIZE] if _asks_for_bytes(aim) else [])}
-    space = Space(phase, goals, _measured(bench, seconds))
+    space = Space(phase, goals, _measured(bench, seconds), trains=finetune is not None)
     made = Trials(space, aim, of=_said(bench.base, objective, evaluate), folder=folder, seed=seed)
     return Search(bench, space, aim, made, folder=folder, deadline=start + seconds, most=most).run()
 
@@ -144,7 +148,7 @@ def _said(model: nn.Module, objective: str, evaluate: object) -> str:
 
 @dataclass
 class Search:
-    """Try points until the time is up; `guided`: in the order of predictions, and without what they rule out."""
+    """Try points until the time is up, in the order of predictions, and without what they rule out."""
 
     bench: Bench
     space: Space
@@ -153,37 +157,48 @@ class Search:
     folder: Path | None
     deadline: float
     most: int | None
-    guided: bool = True
 
     def run(self) -> Front:
         """Return what was found, also where Ctrl-C ends the search."""
         notes = self._notes_before()
-        points = self.trials.points()
         predictions = Predictions(self.space, self.aim)
-        for point in points.values():
+        self.bench.recall(self.trials.points().values())
+        for point in self.trials.points().values():
             predictions.learn(point)
-        singles = self.trials.plan(self.space.singles()) if self.guided else 0
-        made, planned, took = 0, not self.guided, list[float]()
+        self.trials.plan(self.space.singles())
+        made, were_planned, took = 0, False, list[float]()
         try:
             with progress_bar("fxopt: searching", self.most) as move:
                 while (self.most is None or made < self.most) and self._has_time(took):
-                    if not planned and made >= singles:
-                        self.trials.plan([*self._mended(), *predictions.promising(_PROMISING)])
-                        planned = True
-                    best = self.aim.unbeaten(self.trials.points().values()) if self.guided else []
-                    chosen = self.trials.next([point.choice for point in best])
+                    if not (were_planned or self.trials.are_planned):
+                        self.trials.plan(self._combinations(predictions))
+                        were_planned = True
+                    chosen = self._chosen(predictions)
                     if chosen is None:
-                        notes.append("every pipeline of the space was tried")
+                        notes.append("every pipeline of the space was tried, or is predicted not to be better")
                         break
-                    point = self._tried(*chosen, predictions)
+                    point = self._tried(*chosen)
                     predictions.learn(point)
-                    if point.seconds:
+                    took.append(point.seconds)
+                    if were_planned:
+                        self.trials.plan(self._further([point]))
+                    if point.repeats is None:  # what rewrites the same as another point is none of its own
                         made += 1
-                        took.append(point.seconds)
                         move(1)
         except KeyboardInterrupt:
             notes.append(f"the search was stopped after {counted(made, 'trial')}")
         return self._front(notes)
+
+    def _chosen(self, predictions: Predictions) -> tuple[Trial, Choice] | None:
+        """Return what is tried next; None where nothing is left."""
+        points = self.trials.points()
+        near = [point.choice for point in self.aim.unbeaten(points.values())]
+        return self.trials.next(near, lambda choice: self._ruled_out(choice, points, predictions))
+
+    def _combinations(self, predictions: Predictions) -> list[Choice]:
+        """Return what is tried once each choice was tried alone."""
+        points = list(self.trials.points().values())
+        return [*self._further(points), *self._mended(points), *predictions.promising(_PROMISING)]
 
     def _notes_before(self) -> list[str]:
         """Say what can be told beforehand: how many trials fit, and bounds that the original does not meet."""
@@ -204,7 +219,7 @@ class Search:
             )
             _LOG.warning("%s", notes[-1])
         original = self.bench.original.figures
-        lossy = [bound for bound in self.aim.lacks(original) if bound.name in ("metric", "error")]
+        lossy = [bound for bound in self.aim.lacks(original) if bound.name in _LOSSES]
         notes += [f"the original itself does not meet a constraint: {each.said(original, original)}" for each in lossy]
         return notes
 
@@ -213,22 +228,18 @@ class Search:
         typical = median(took) if took else 0.0
         return time.perf_counter() + typical / 2 < self.deadline
 
-    def _tried(self, trial: Trial, choice: Choice, predictions: Predictions) -> Point:
-        """Return the point of a trial, or why it was not made."""
+    def _tried(self, trial: Trial, choice: Choice) -> Point:
+        """Return the point of a trial."""
         others = self.trials.points()
-        reason = self._ruled_out(choice, others, predictions) if self.guided else ""
-        if reason:
-            point = Point(trial.number, pipeline_of(choice), reason=reason, choice=dict(choice))
-        else:
-            try:
-                with interruptible():
-                    point = self.bench.point(
-                        trial.number, pipeline_of(choice), choice, lambda found: self._unwanted(found, others)
-                    )
-            except KeyboardInterrupt:
-                self.trials.forget(trial)
-                raise
-            _LOG.info("%s: %s", point.pipeline or "as it was", point.reason or dict(point.figures))
+        try:
+            with interruptible():
+                point = self.bench.point(
+                    trial.number, pipeline_of(choice), choice, lambda found: self._unwanted(found, others)
+                )
+        except KeyboardInterrupt:
+            self.trials.forget(trial)
+            raise
+        _LOG.info("%s: %s", point.pipeline or "as it was", point.reason or dict(point.figures))
         if self.folder is not None and point.finetuned:
             save_state(self.folder, point.number, self.bench.states[point.number])
         self.trials.tell(trial, point)
@@ -236,20 +247,32 @@ class Search:
 
     def _ruled_out(self, choice: Choice, others: Mapping[int, Point], predictions: Predictions) -> str:
         """Return why a point is not made, if so."""
+        same = predictions.same_as(choice)
+        if same is not None:
+            return f"not made: predicted to rewrite the same as {pipeline_of(same) or 'nothing'!r}"
+        refused = predictions.refused(choice)
+        if refused is not None:
+            return f"not made: {refused.pipeline!r} is refused already"
         beaten = predictions.beaten_by(choice, others)
         if beaten is not None:
             return f"not made: predicted to be beaten by {beaten.pipeline or 'the original'!r}"
         lossy = predictions.hopeless(choice)
         return "" if lossy is None else f"not made: {lossy.pipeline!r} loses far too much already"
 
-    def _mended(self) -> list[Choice]:
+    def _mended(self, points: Iterable[Point]) -> list[Choice]:
         """Return, of points that lose too much, what leaves their most sensitive layers alone."""
-        lossy = ("metric", "error")
         wrong = [
-            point for point in self.trials.points().values()
-            if point.is_known and any(bound.name in lossy for bound in self.aim.lacks(point.figures))
+            point for point in points
+            if point.is_known and any(bound.name in _LOSSES for bound in self.aim.lacks(point.figures))
         ]  # fmt: skip
         return [choice for point in wrong for choice in self.space.keeping_more(point.choice)[:_MENDED]]
+
+    def _further(self, points: Iterable[Point]) -> list[Choice]:
+        """Return, of points that lose nothing, or little of what is allowed, what has larger numbers."""
+        allowed = self.aim.allowed_loss
+        most = _LITTLE * allowed if math.isfinite(allowed) else 0.0
+        mild = [each for each in points if each.is_known and self.aim.loss(each.figures) <= most]
+        return [choice for point in mild for choice in self.space.further(point.choice)]
 
     def _unwanted(self, figures: Mapping[str, float], others: Mapping[int, Point]) -> str:
         """Say why the metric of a point need not be known: another one is clearly better and nearer to the original."""

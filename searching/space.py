@@ -15,7 +15,7 @@ from ..passes.pipeline import chosen_passes, find_pass
 from ..passes.sites import Goal, Numerics, Phase
 from .sensitivity import Sensitivities
 
-__all__ = ["Choice", "Group", "Option", "Space", "key_of", "passes_of", "pipeline_of"]
+__all__ = ["PRESET", "Choice", "Group", "Option", "Space", "can_be", "key_of", "passes_of", "pipeline_of"]
 
 PRESET = "preset"
 _PRESETS = {Phase.EVAL: ("inference", "compress"), Phase.TRAIN: ("training",)}
@@ -46,12 +46,14 @@ class Group:
         texts: what can be chosen, each as a pipeline has it.
         options: of a pass.
         by_options: values of the options -> the text.
+        prepares: the group of the pass that takes over what was trained, with its text.
     """
 
     name: str
     texts: tuple[str, ...]
     options: Mapping[str, Option] = field(default_factory=dict[str, Option])
     by_options: Mapping[tuple[str, ...], str] = field(default_factory=dict[tuple[str, ...], str])
+    prepares: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def alone(self) -> Sequence[str]:
         """Return what is tried of it before all else."""
@@ -76,12 +78,25 @@ class Group:
 
     def keeping_more(self, text: str) -> list[str]:
         """Return what leaves more layers alone and is the same otherwise, the least first."""
+        return self._beyond(text, _KEEP) if _KEEP in self.options else []
+
+    def further(self, text: str) -> list[str]:
+        """Return what has the next larger number of one option, and is the same otherwise."""
+        numbers = [name for name, option in self.options.items() if option.is_ordered and name != _KEEP]
+        return [each for name in numbers for each in self._beyond(text, name)[:1]]
+
+    def _beyond(self, text: str, name: str) -> list[str]:
+        """Return what has later values of an option, the next one first."""
         values = self.values_of(text)
-        if _KEEP not in self.options or not values:
+        if not values:
             return []
-        place, texts = list(self.options).index(_KEEP), self.options[_KEEP].texts
-        more = texts[texts.index(values[place]) + 1 :]
-        return [self.by_options[(*values[:place], each, *values[place + 1 :])] for each in more]
+        place, texts = list(self.options).index(name), self.options[name].texts
+        found = ((*values[:place], each, *values[place + 1 :]) for each in texts[texts.index(values[place]) + 1 :])
+        return [self.by_options[each] for each in found if each in self.by_options]
+
+    def is_less(self, one: str, other: str) -> bool:
+        """Say whether a text does a part of what another does: as `is_milder`, and it may leave more layers alone."""
+        return one == other or any(self.is_milder(one, each) for each in (other, *self.keeping_more(other)))
 
 
 class Space:
@@ -91,10 +106,19 @@ class Space:
         phase: whether models are optimized for evaluation or for training.
         goals: what is asked for: speed, memory or size.
         sensitivities: which layers lossy passes had better leave alone.
+        trains: whether models can be trained: then passes that `prepare` training take part.
     """
 
-    def __init__(self, phase: Phase, goals: Collection[Goal], sensitivities: Sensitivities | None = None) -> None:
-        groups = (_presets(phase, goals), *_passes(phase, goals, sensitivities or Sensitivities({}, {})))
+    def __init__(
+        self,
+        phase: Phase,
+        goals: Collection[Goal],
+        sensitivities: Sensitivities | None = None,
+        *,
+        trains: bool = False,
+    ) -> None:
+        passes = _passes(phase, goals, sensitivities or Sensitivities({}, {}), trains=trains)
+        groups = (_presets(phase, goals), *passes)
         self.groups = {group.name: group for group in groups}
 
     @property
@@ -103,9 +127,11 @@ class Space:
         return {name: group.texts[0] for name, group in self.groups.items()}
 
     def singles(self) -> list[Choice]:
-        """Return the pipelines that are tried before all others: each preset, then each pass beside the first one."""
-        alone = [(name, text) for name, group in self.groups.items() for text in group.alone()]
-        return [self.start, *({**self.start, name: text} for name, text in alone)]
+        """Return the pipelines that are tried before all others: each preset, then each pass beside the first one, with
+        what it prepares.
+        """
+        alone = [({**group.prepares, name: text}) for name, group in self.groups.items() for text in group.alone()]
+        return [self.start, *({**self.start, **each} for each in alone)]
 
     def all(self) -> Iterator[Choice]:
         """Yield every choice, whether or not its passes go together."""
@@ -123,6 +149,10 @@ class Space:
         return [
             {**choice, name: text} for name, group in self.groups.items() for text in group.keeping_more(choice[name])
         ]
+
+    def further(self, choice: Choice) -> list[Choice]:
+        """Return what has the next larger number of one option of one pass, and is the same otherwise."""
+        return [{**choice, name: text} for name, group in self.groups.items() for text in group.further(choice[name])]
 
 
 def key_of(choice: Choice) -> tuple[str, ...]:
@@ -142,7 +172,27 @@ def passes_of(choice: Choice) -> tuple[Pass, ...]:
     for name, text in choice.items():
         if text and names.count(name) > 1:
             raise UsageError(f"the preset has {name!r} with other options already")
+    for each in passes:
+        if each.prepares and not any(_has(other, each.prepares) for other in passes):
+            raise UsageError(f"{each.name!r} prepares {each.prepares!r}, which is not there")
     return passes
+
+
+def _has(given: Pass, text: str) -> bool:
+    """Say whether a pass is the one that a text names, with the options that the text gives."""
+    (wanted,) = chosen_passes(text)
+    plain = type(wanted)()
+    options = {name for name in option_types(type(wanted)) if getattr(wanted, name) != getattr(plain, name)}
+    return type(given) is type(wanted) and all(getattr(given, name) == getattr(wanted, name) for name in options)
+
+
+def can_be(choice: Choice) -> bool:
+    """Say whether the passes of a choice go together."""
+    try:
+        passes_of(choice)
+    except UsageError:
+        return False
+    return True
 
 
 def _listed(choice: Choice) -> Iterator[str]:
@@ -174,7 +224,7 @@ def _presets(phase: Phase, goals: Collection[Goal]) -> Group:
     return Group(PRESET, (*texts, *([] if set(goals) <= {Goal.SPEED} else [_NOTHING])))
 
 
-def _passes(phase: Phase, goals: Collection[Goal], sensitivities: Sensitivities) -> Iterator[Group]:
+def _passes(phase: Phase, goals: Collection[Goal], sensitivities: Sensitivities, *, trains: bool) -> Iterator[Group]:
     """Yield the passes that take part, fxopt's own and others."""
     for name in pass_names():
         try:
@@ -182,9 +232,10 @@ def _passes(phase: Phase, goals: Collection[Goal], sensitivities: Sensitivities)
         except (FxoptError, ImportError):  # `list_passes` tells of it
             continue
         options = kind.searched(phase, goals)
-        if options is None or kind.phase not in (phase, Phase.BOTH):
+        if options is None or kind.phase not in (phase, Phase.BOTH) or (kind.prepares and not trains):
             continue
-        layers = sensitivities.units if kind.numerics is Numerics.SEMANTIC else sensitivities.bits
+        removes = kind.numerics is Numerics.SEMANTIC and not kind.prepares
+        layers = sensitivities.units if removes else sensitivities.bits
         if _KEEP in option_types(kind) and layers and not kind.numerics.keeps_function:
             options = {**options, _KEEP: _most_sensitive(layers)}
         yield _group(name, kind, options)
@@ -216,7 +267,8 @@ def _group(name: str, kind: type[Pass], values: Mapping[str, Sequence[Any]]) -> 
             problem = error
     if not made:
         raise UsageError(f"pass {name!r}: no values of searched() go together: {problem}")
-    return Group(name, (_NOTHING, *dict.fromkeys(made.values())), options, made)
+    prepares = {each.name: str(each) for each in chosen_passes(kind.prepares)} if kind.prepares else {}
+    return Group(name, (_NOTHING, *dict.fromkeys(made.values())), options, made, prepares)
 
 
 def _option(name: str, values: Sequence[Any], kind: Any) -> Option:

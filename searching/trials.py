@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import math
 import random
 import warnings
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, UsageError, one_line
 from .points import Aim, Point
-from .space import Choice, Group, Option, Space, key_of, passes_of
+from .space import Choice, Group, Option, Space, can_be, key_of, pipeline_of
 
 if TYPE_CHECKING:
     from optuna import Study
-    from optuna.samplers import BaseSampler
-    from optuna.trial import Trial
+    from optuna.trial import FrozenTrial, Trial
 
-__all__ = ["Sampler", "Trials"]
+__all__ = ["Trials"]
 
-Sampler = Literal["tpe", "nsga2", "random"]
 _NO_OPTUNA = 'a search needs optuna; install it with: pip install "fxopt[search]"'
 _POINT, _OF = "point", "of"
 _NAME = "fxopt"
-_POPULATION = 10
+_FIXED = "fixed_params"
+"""Where optuna keeps what a planned trial will be."""
 _SEEDS = 2**32
 """Samplers take so many seeds."""
+_STALE = timedelta(minutes=10)
+"""A trial that began earlier is taken for that of a process that has died."""
 _TRIES = 8
 """After so many choices that were tried already, or cannot be, any other one is taken."""
+_MOST = 2000
+"""So many others are looked at: where all of these are ruled out, the search is at its end."""
 
 
 class Trials:
@@ -39,16 +45,13 @@ class Trials:
     Args:
         of: what is searched, and for what: a folder is of one search.
         folder: where trials are kept; None: nowhere.
-        sampler: who chooses; `random` looks at no result.
     """
 
-    def __init__(
-        self, space: Space, aim: Aim, *, of: str, folder: Path | None, seed: int, sampler: Sampler = "tpe"
-    ) -> None:
+    def __init__(self, space: Space, aim: Aim, *, of: str, folder: Path | None, seed: int) -> None:
         self._space, self._aim = space, aim
         self._random = random.Random(seed)  # noqa: S311 - it hides no secret
         with _quiet():
-            self._study = _opened(f"{of}, choices {_digest(space)}", folder, seed, sampler)
+            self._study = _opened(f"{of}, choices {_digest(space)}", folder, seed)
         self._tried: set[tuple[str, ...]] = set()
         self._impossible: set[tuple[str, ...]] = set()
         self._all = self._shuffled(space.all())
@@ -64,35 +67,62 @@ class Trials:
                 self._tried.add(key_of(point.choice))
         return dict(sorted(self._points.items()))
 
-    def plan(self, choices: Sequence[Choice]) -> int:
-        """Let these be tried next, in this order, and return how many are; those that were tried are passed over."""
-        new = [choice for choice in choices if self._is_new(choice)]
+    def plan(self, choices: Iterable[Choice]) -> None:
+        """Let these be tried next, in this order; those that were tried, or are planned, are passed over."""
         with _quiet():
-            for choice in new:
-                self._study.enqueue_trial(self._parameters(choice), skip_if_exists=True)
-        return len(new)
+            planned = [trial.system_attrs[_FIXED] for trial in self._waiting()] + self._running()
+            for choice in filter(self._is_new, choices):
+                parameters = self._parameters(choice)
+                if parameters not in planned:
+                    self._study.enqueue_trial(parameters)
+                    planned.append(parameters)
 
-    def next(self, near: Sequence[Choice] = ()) -> tuple[Trial, Choice] | None:
-        """Return what is to be tried; None where all was. Where the sampler proposes nothing new, it is something that
-        differs in one choice from what is given as `near`, or else anything.
+    @property
+    def are_planned(self) -> bool:
+        """Say whether something is planned that was not tried yet."""
+        return bool(self._waiting())
+
+    def next(
+        self, near: Sequence[Choice] = (), ruled_out: Callable[[Choice], str] = lambda _: ""
+    ) -> tuple[Trial, Choice] | None:
+        """Return what is to be tried; None where nothing is left. What is planned comes first, then what the sampler
+        proposes. Where that is not new, it is something that differs in one choice from what is given as `near`, or
+        else anything. `ruled_out` says why a choice is not to be tried.
         """
-        with _quiet():
-            for _ in range(_TRIES):
+        tries = _TRIES
+        while tries or self.are_planned:
+            tries -= not self.are_planned
+            with _quiet():
                 trial, choice = self._asked()
-                if choice is not None and self._is_new(choice):
-                    self._tried.add(key_of(choice))
-                    return trial, choice
-                self._give_up(trial)
-            left = next(filter(self._is_new, (*self._shuffled(self._space.near(near)), *self._all)), None)
-            if left is None:
-                return None
-            self._study.enqueue_trial(self._parameters(left))
-            trial, choice = self._asked()
-        if choice is None or not self._is_new(choice):  # another process has put something into the queue
-            self._give_up(trial)
-            return self.next(near)
-        self._tried.add(key_of(choice))
-        return trial, choice
+            self.points()  # those that other processes have told by now
+            if choice is None or not self._is_new(choice) or trial.params in self._running(trial):
+                self.forget(trial)
+                continue
+            self._tried.add(key_of(choice))
+            reason = ruled_out(choice)
+            if not reason:
+                return trial, choice
+            self.tell(trial, Point(trial.number, pipeline_of(choice), reason=reason, choice=dict(choice)))
+        others = filter(self._is_new, itertools.chain(self._shuffled(self._space.near(near)), self._all))
+        left = next((choice for choice in itertools.islice(others, _MOST) if not ruled_out(choice)), None)
+        if left is None:
+            return None
+        self.plan([left])
+        return self.next(near, ruled_out)
+
+    def _waiting(self) -> list[FrozenTrial]:
+        from optuna.trial import TrialState
+
+        return self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+
+    def _running(self, before: Trial | None = None) -> list[dict[str, Any]]:
+        """Return what is being tried now, in any process, and was begun before a trial."""
+        from optuna.trial import TrialState
+
+        first, now = datetime.now() - _STALE, datetime.now()
+        last = (now, math.inf) if before is None else (before.datetime_start or now, before.number)
+        running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        return [each.params for each in running if first < (each.datetime_start or now) and _begun(each, now) < last]
 
     def tell(self, trial: Trial, point: Point) -> None:
         """Note what became of a trial."""
@@ -109,26 +139,21 @@ class Trials:
 
     def forget(self, trial: Trial) -> None:
         """Take back a trial that was interrupted, so that it can be tried again."""
+        from optuna.trial import TrialState
+
         with _quiet():
-            self._give_up(trial)
+            self._study.tell(trial, state=TrialState.FAIL)
 
     def _shuffled(self, choices: Iterable[Choice]) -> list[Choice]:
         every = list(choices)
         return self._random.sample(every, len(every))
-
-    def _give_up(self, trial: Trial) -> None:
-        from optuna.trial import TrialState
-
-        self._study.tell(trial, state=TrialState.FAIL)
 
     def _is_new(self, choice: Choice) -> bool:
         """Say whether a choice was not tried yet, and can be."""
         key = key_of(choice)
         if key in self._tried or key in self._impossible:
             return False
-        try:
-            passes_of(choice)
-        except UsageError:
+        if not can_be(choice):
             self._impossible.add(key)
             return False
         return True
@@ -152,6 +177,10 @@ class Trials:
         return found
 
 
+def _begun(trial: FrozenTrial, now: datetime) -> tuple[datetime, float]:
+    return trial.datetime_start or now, trial.number
+
+
 def _text(trial: Trial, group: Group) -> str | None:
     """Return what a trial chooses of a group; None if its options do not go together."""
     if not group.options:
@@ -168,7 +197,7 @@ def _value(trial: Trial, name: str, option: Option) -> str:
     return str(trial.suggest_categorical(name, option.texts))
 
 
-def _opened(of: str, folder: Path | None, seed: int, sampler: Sampler) -> Study:
+def _opened(of: str, folder: Path | None, seed: int) -> Study:
     import optuna
 
     storage = None
@@ -190,7 +219,7 @@ def _opened(of: str, folder: Path | None, seed: int, sampler: Sampler) -> Study:
     except Exception as error:  # of optuna, alembic or sqlalchemy: a file that is none of theirs
         said = f"{type(error).__name__}: {one_line(error)}"
         raise InputError(f"storage={str(folder)!r} cannot be used: {said}; name another folder") from error
-    study.sampler = _sampler(sampler, (seed + done) % _SEEDS)
+    study.sampler = optuna.samplers.TPESampler(seed=(seed + done) % _SEEDS)
     return study
 
 
@@ -201,16 +230,6 @@ def _digest(space: Space) -> str:
         for name, group in space.groups.items()
     }
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:8]
-
-
-def _sampler(name: Sampler, seed: int) -> BaseSampler:
-    from optuna import samplers
-
-    if name == "random":
-        return samplers.RandomSampler(seed=seed)
-    if name == "nsga2":
-        return samplers.NSGAIISampler(seed=seed, population_size=_POPULATION)
-    return samplers.TPESampler(seed=seed)
 
 
 @contextmanager

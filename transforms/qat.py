@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -12,7 +12,7 @@ from ..errors import UsageError
 from ..layers.quantized import FakeQuantized, Range, check_in_floats, fake_quantized, freezable, freeze
 from ..passes.contract import Pass, check_named, module_words, word_for
 from ..passes.rewriting import Edit
-from ..passes.sites import Goal, Numerics, OwnForward, Refusal, Site
+from ..passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ..runtime.values import user_class
 from ..tracing.program import Program, is_on_meta
 from .calibration import calls, ranges_of, replayable
@@ -52,10 +52,15 @@ class Qat(Pass):
     numerics: ClassVar[Numerics] = Numerics.SEMANTIC
     goal: ClassVar[Goal] = Goal.SIZE
     own_forward: ClassVar[OwnForward | None] = OwnForward.RIGHT  # what is replaced is in its place there, too
+    prepares: ClassVar[str] = "quantize{scheme=int8_static}"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep", module_words(self.name, "keep", self.keep))
         object.__setattr__(self, "calibration", replayable(self.calibration))
+
+    @classmethod
+    def searched(cls, phase: Phase, goals: Collection[Goal]) -> Mapping[str, Sequence[Any]] | None:
+        return {"observer": ("moving_average", "learned")} if phase is Phase.EVAL else None
 
     def check(self, model: nn.Module) -> None:
         if self.observer not in ("moving_average", "learned"):

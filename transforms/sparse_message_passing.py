@@ -12,6 +12,7 @@ from torch import nn
 from ..passes.contract import Pass
 from ..passes.rewriting import Edit
 from ..passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
+from ..runtime.graphs import own_class, specializations_of
 from ..runtime.values import user_class
 from ..tracing.program import Program
 
@@ -58,13 +59,18 @@ def _found(program: Program, name: str, module: nn.Module) -> Iterator[Site | Re
     elif f"{base.__module__}.{base.__qualname__}" not in CONVOLUTIONS:
         known = ", ".join(each.rpartition(".")[2] for each in CONVOLUTIONS)
         yield Refusal(f"{base.__name__} is none of {known}; its messages may differ", name)
-    elif type(module) is not base:
+    elif not _runs_its_own_forward(module):
         yield Refusal("another pass has rewritten it", name)
     else:
         reason = not_supported(module)
         label = f"{base.__name__} over compressed rows"
         phase = Phase.BOTH if program.training else Phase.EVAL
         yield Site(program, name, {}, detail=label, phase=phase) if reason is None else Refusal(reason, name)
+
+
+def _runs_its_own_forward(module: nn.Module) -> bool:
+    """Say whether a module runs the code of its class, though its tensors may be others since an earlier `prune`."""
+    return own_class(module).forward is user_class(type(module)).forward and not specializations_of(module)
 
 
 def _passes_messages(module: nn.Module) -> bool:

@@ -48,6 +48,8 @@ class Pass:
         contested: it takes parts of the model that passes behind it would rewrite in another way. Where its gain is
             small, these run once more without what it did, and the faster of the two models stays.
         trains_by_call: of a pass with `finalize`: a step of training can be made by calling the result.
+        prepares: of a pass whose result is to be trained: the pass, as text, that takes over what was learned there.
+            `fxopt.search` tries both together, where it can train.
         before, after: names of passes that must not run earlier, or later, than this one.
         requires: names of passes that must have run already.
         destroys: pass name -> why it can no longer run once this pass has.
@@ -66,6 +68,7 @@ class Pass:
     profiles_itself: ClassVar[bool] = False
     contested: ClassVar[bool] = False
     trains_by_call: ClassVar[bool] = True
+    prepares: ClassVar[str] = ""
     before: ClassVar[tuple[str, ...]] = ()
     after: ClassVar[tuple[str, ...]] = ()
     requires: ClassVar[tuple[str, ...]] = ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fxopt.passes.sites import Goal, Phase
 from fxopt.searching.demands import parse_bounds
 from fxopt.searching.points import Aim, Point
@@ -47,6 +49,38 @@ def test_what_is_beaten_even_if_it_is_better_than_predicted_is_left_out():
     fast = point(2, 1.0, preset="inference{dtype=bfloat16}")
     assert predictions.beaten_by(both, dict(enumerate(points))) is None
     assert predictions.beaten_by(both, {0: fast}) is fast
+
+
+def test_what_meets_no_constraint_beats_nothing():
+    points = [point(8, 1.0), point(7, 0.98, quantize=STATIC), point(9, 0.97, prune=PRUNED)]
+    both = {**START, "quantize": STATIC, "prune": PRUNED}
+    fast = point(2, 1.0, preset="inference{dtype=bfloat16}")
+    bounds = parse_bounds({"memory": "1 MB"}, training=False, minimize=False, has_metric=True)
+    predictions = Predictions(SPACE, Aim("latency", bounds, {"latency": 10.0, "metric": 1.0}, True, False))
+    for each in points:
+        predictions.learn(each)
+    heavy, light = (replace(fast, figures={**fast.figures, "memory": held}) for held in (2e6, 0.5e6))
+    assert predictions.beaten_by(both, {0: heavy}) is None
+    assert predictions.beaten_by(both, {0: light}) is light
+
+
+def test_a_pass_that_rewrites_nothing_alone_is_predicted_to_rewrite_nothing():
+    idle = "quantize{scheme=int8_weight}"
+    predictions = learned(point(8, 1.0), replace(point(8, 1.0, quantize=idle), number=5, repeats=0))
+    assert predictions.same_as({**START, "quantize": idle, "prune": PRUNED}) == {**START, "prune": PRUNED}
+    assert predictions.same_as({**START, "quantize": STATIC}) is None
+    assert predictions.same_as({**START, "prune": PRUNED}) is None
+    other = learned(point(8, 1.0), replace(point(4, 1.0, quantize=idle), number=5))
+    assert other.same_as({**START, "quantize": idle, "prune": PRUNED}) is None
+
+
+def test_what_is_refused_alone_is_not_tried_with_others():
+    broken = replace(point(8, 1.0, quantize=STATIC), figures={}, reason="UsageError: it does not run here")
+    predictions = learned(point(8, 1.0), broken)
+    assert predictions.refused({**START, "quantize": STATIC, "prune": PRUNED}) is broken
+    assert predictions.refused({**START, "quantize": "quantize", "prune": PRUNED}) is None
+    failed = replace(broken, reason="RuntimeError: out of memory")
+    assert learned(point(8, 1.0), failed).refused({**START, "quantize": STATIC, "prune": PRUNED}) is None
 
 
 def test_a_pass_that_loses_far_too_much_is_left_out_with_larger_numbers():

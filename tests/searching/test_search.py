@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import html
 import logging
+import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.cpus import needs_static_int8
 from torch import Tensor, nn
 
 import fxopt
 from fxopt.errors import CalibrationError, InputError, UsageError
 from fxopt.searching.bench import Bench
+from fxopt.searching.points import Aim
+from fxopt.tracing.examples import normalize_inputs
 
 pytest.importorskip("optuna")
 
@@ -84,6 +90,44 @@ def test_points_are_built_from_their_plans_and_equal_what_was_measured(tmp_path:
     assert (tmp_path / "points.html").read_text().count(f">{front.headline()}<") == 1  # and as the title of the page
 
 
+def made(model: nn.Module, pipeline: str, finetune: Callable[[nn.Module], object] | None = None) -> fxopt.Front:
+    """Return a front that has tried one pipeline."""
+    calls = normalize_inputs(X, model)
+    bench = Bench(model, calls, training=False, evaluate=None, finetune=finetune, seed=0)
+    aim = Aim("latency", (), bench.original.figures, has_metric=False, minimize=False)
+    point = bench.point(0, pipeline, {})
+    return fxopt.Front(aim, bench.original, [point], states=bench.states, model=bench.base, calls=calls)
+
+
+def test_a_point_says_which_layers_hold_it_back_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = net()
+    model[0].register_forward_hook(lambda *_: None)
+    front = made(model, "quantize,inference{dtype=float32}")
+    (point,) = front.trials
+    assert point.plan is not None
+    refused = next(each for each in point.plan.decisions if (each.pass_name, each.label) == ("quantize", "0"))
+    assert refused.status == "refused"
+    assert fxopt.plan(front.model(point)) == point.plan
+    assert any(line.startswith("0: ") and f"quantize: {refused.reason}" in line for line in front.why(point))
+    monkeypatch.setattr(fxopt.Front, "_shown", property(lambda front: front.trials))
+    front.to_html(tmp_path / "points.html")
+    assert f"quantize: {refused.reason}" in html.unescape((tmp_path / "points.html").read_text())
+
+
+def test_a_model_that_was_optimized_before_is_searched_as_well():
+    model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 48), nn.Linear(48, 4)).eval()
+    earlier = fxopt.optimize(model, "quantize{scheme=int8_weight,aim=size,keep=[2]}", example_inputs=X)
+    assert any(each.status == "applied" for each in fxopt.plan(earlier).decisions)
+    front = search(earlier, trials=4)
+    for point in front.trials:
+        if point.is_known:
+            fast = front.model(point)
+            with torch.no_grad():
+                error = float((fast(X) - earlier(X)).abs().max() / earlier(X).abs().max())
+            assert error == pytest.approx(point.figures["error"], rel=1e-3, abs=1e-6)
+            assert fxopt.plan(fast).pipeline[:1] == fxopt.plan(earlier).pipeline
+
+
 def test_a_pruned_point_is_trained_and_its_weights_are_kept(tmp_path: Path):
     def finetune(model: nn.Module) -> None:
         assert model.training
@@ -102,7 +146,7 @@ def test_a_pruned_point_is_trained_and_its_weights_are_kept(tmp_path: Path):
         first = front.model(pruned[0])(X)
         error = float((first - net()(X)).abs().max() / net()(X).abs().max())
     assert error == pytest.approx(pruned[0].figures["error"], rel=1e-3)
-    again = search(trials=1, storage=folder)
+    again = search(finetune=finetune, trials=1, storage=folder)
     assert [point.pipeline for point in again.trials[: len(front.trials)]] == [p.pipeline for p in front.trials]
     with torch.no_grad():
         torch.testing.assert_close(again.model(again.trials[pruned[0].number])(X), first)
@@ -112,6 +156,33 @@ def test_a_pruned_point_is_trained_and_its_weights_are_kept(tmp_path: Path):
     nn.init.zeros_(other[0].bias)
     with pytest.raises(UsageError, match="holds another search"):
         search(other, storage=folder)
+
+
+@needs_static_int8
+def test_what_is_rounded_in_training_is_trained_and_computed_in_8_bits():
+    trained: list[bool] = []
+
+    def finetune(model: nn.Module) -> None:
+        trained.append(any("FakeQuantized" in repr(type(part).__mro__) for part in model.modules()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(X).square().mean().backward()
+            optimizer.step()
+
+    front = made(net(), "qat,quantize{scheme=int8_static,aim=size}", finetune)
+    (point,) = front.trials
+    assert point.finetuned
+    assert trained == [True]
+    with torch.no_grad():
+        result = front.model(point)(X)
+        error = float((result - net()(X)).abs().max() / net()(X).abs().max())
+    assert error == pytest.approx(point.figures["error"], rel=1e-3)
+
+
+def test_what_nothing_was_pruned_in_is_not_trained():
+    front = made(nn.Sequential(nn.ReLU()).eval(), "prune{method=structured}", lambda _: pytest.fail("trained"))
+    assert [(point.repeats, point.finetuned) for point in front.trials] == [(-1, False)]
 
 
 @pytest.mark.parametrize(
@@ -166,9 +237,15 @@ def test_ctrl_c_gives_the_front_so_far(monkeypatch: pytest.MonkeyPatch):
     assert front.notes[-1] == "the search was stopped after 1 trial"
 
 
-def test_the_same_seed_tries_the_same():
-    first, second = search(trials=4), search(trials=4)
+def test_the_same_seed_tries_the_same(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FXOPT_MEASURE", "0")
+    monkeypatch.setattr("fxopt.searching.space.pass_names", lambda: {"quantize": "fxopt"})
+    options: dict[str, Any] = {"objective": "size", "trials": 10, "seed": 3}
+    first, second = search(**options), search(**options)
     assert [point.pipeline for point in first.trials] == [point.pipeline for point in second.trials]
+    assert [point.pipeline for point in first] == [point.pipeline for point in second]
+    sizes = [[point.figures.get("size") for point in front.trials] for front in (first, second)]
+    assert sizes[0] == sizes[1]
 
 
 class Changing(nn.Module):
@@ -220,6 +297,38 @@ def test_bad_input_is_refused_in_one_line(options: Any, kind: type[Exception], m
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert torch.equal(model[0].weight, before)
+
+
+def test_evaluate_gets_models_in_evaluation_mode():
+    modes: list[bool] = []
+
+    def worth(model: nn.Module) -> float:
+        modes.append(model.training or torch.is_grad_enabled())
+        return 1.0
+
+    search(net().train(), evaluate=worth, trials=3)
+    assert len(modes) > 1
+    assert not any(modes)
+
+
+def test_constraints_that_no_point_meets_together_say_what_each_point_lacks():
+    front = search(constraints={"size": "-99%", "error": 1e-12}, trials=6)
+    assert len(front) == 0
+    assert all(line.count("wanted") == 1 for line in front.lacks(front.original))
+    lossy = max((each for each in front.trials if each.is_known), key=lambda each: each.figures["error"])
+    assert [line.partition(" ")[0] for line in front.lacks(lossy)] == ["size", "error"]
+    assert "wanted <= " in str(front)
+
+
+def test_a_slow_metric_is_told_with_how_many_trials_fit(caplog: pytest.LogCaptureFixture):
+    def slow(_: nn.Module) -> float:
+        time.sleep(0.3)
+        return 1.0
+
+    with caplog.at_level(logging.WARNING, "fxopt"):
+        front = search(evaluate=slow, trials=3, time_budget=2.5)
+    assert re.match(r"(evaluate|a trial) takes .*, so about [12] trials? fit into the time budget", front.notes[0])
+    assert front.notes[0] in caplog.text
 
 
 def test_what_evaluate_changes_is_put_back():

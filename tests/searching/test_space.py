@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from fxopt.errors import UsageError
 from fxopt.passes.contract import Pass
 from fxopt.passes.sites import Goal, Numerics, Phase, Refusal, Site
+from fxopt.searching import search
 from fxopt.searching.sensitivity import Sensitivities
-from fxopt.searching.space import Space, key_of, passes_of, pipeline_of
+from fxopt.searching.space import Space, can_be, key_of, passes_of, pipeline_of
 from fxopt.tracing.program import Program
 
 
@@ -86,6 +89,35 @@ def test_a_pass_of_another_package_takes_part():
     assert found.groups["doze"].alone() == ["doze{depth=2}", "doze{depth=2,kind=deep}"]
     names = [each.name for each in passes_of({**found.start, "doze": "doze{depth=2}"})]
     assert names[0] == "doze"
+
+
+@pytest.mark.usefixtures("others")
+def test_a_pass_of_another_package_is_tried_in_a_search(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("optuna")
+    monkeypatch.setattr("fxopt.searching.space.pass_names", lambda: {"doze": "another"})
+    front = search(nn.Linear(4, 2).eval(), example_inputs=torch.randn(2, 4), time_budget=60)
+    tried = [point for point in front.trials if point.choice["doze"] and point.is_known]
+    assert [point.choice["doze"] for point in tried][:2] == ["doze{depth=2}", "doze{depth=2,kind=deep}"]
+    assert all(any("it sleeps" in line for line in point.left) for point in tried)
+
+
+def test_what_prepares_training_takes_part_with_what_follows_it_where_models_are_trained():
+    assert "qat" not in space().groups
+    found = Space(Phase.EVAL, {Goal.SPEED}, trains=True)
+    singles = [pipeline_of(choice) for choice in found.singles()]
+    assert "qat,quantize{scheme=int8_static},inference{dtype=float32}" in singles
+    with pytest.raises(UsageError, match=r"'qat' prepares 'quantize\{scheme=int8_static\}', which is not there"):
+        passes_of({**found.start, "qat": "qat"})
+    assert can_be({**found.start, "qat": "qat", "quantize": "quantize{scheme=int8_static}"})
+    assert not can_be({**found.start, "qat": "qat", "quantize": "quantize{scheme=int8_weight}"})
+
+
+def test_the_next_number_changes_one_option():
+    found = space()
+    more = found.further({**found.start, "prune": "prune{method=structured,amount=0.4}"})
+    assert [pipeline_of(each) for each in more] == ["prune{method=structured},inference{dtype=float32}"]  # 0.5
+    assert found.further({**found.start, "prune": "prune{method=structured,amount=0.6}"}) == []
+    assert found.further({**found.start, "quantize": "quantize"}) == []
 
 
 @pytest.mark.usefixtures("others")

@@ -293,6 +293,27 @@ def hooked(conv):
     return conv
 
 
+@pytest.mark.filterwarnings("ignore::fxopt.errors.StateWarning")  # of zeros in the places of what was pruned
+@pytest.mark.parametrize("kind", [pyg.GCNConv, pyg.GATConv])
+def test_layers_that_were_pruned_in_an_earlier_call_go_over_rows(kind):
+    model = Network(kind(WIDTH, 16), kind(16, WIDTH)).eval()
+    pruned = fxopt.optimize(model, "prune{method=structured,amount=0.4}", example_inputs=graph(), time_budget=60)
+    assert len(dict(pruned.convs[0].named_parameters())["bias"]) < 16
+    pruned.train()(*graph()).square().mean().backward()
+    fast = optimized(pruned.eval())
+    assert [d.status for d in fxopt.plan(fast).decisions if d.pass_name == "sparse_message_passing"] == ["applied"] * 2
+    assert all(map(over_rows, fast.convs))
+    used(fast, graph())
+    torch.testing.assert_close(fast(*graph()), pruned(*graph()))
+    for one, other in ((fast, pruned), (fast.convs[0], pruned.convs[0])):
+        mine, its = one.state_dict(), other.state_dict()
+        assert mine.keys() == its.keys()
+        assert all(torch.equal(mine[name], its[name]) for name in mine)
+    fast.load_state_dict(model.state_dict())
+    pruned.load_state_dict(model.state_dict())
+    torch.testing.assert_close(fast(*graph()), pruned(*graph()))
+
+
 def test_of_a_model_without_message_passing_nothing_is_said():
     fast = optimized(nn.Linear(3, 3), inputs=(torch.randn(2, 3),))
     assert not fxopt.plan(fast).decisions
