@@ -1,4 +1,8 @@
-"""Memoised functions (`functools.lru_cache`): a call is a node, and the memo is asked at every call anew."""
+"""Memoised functions (`functools.lru_cache`): a call is a node, and the memo is asked at every call anew.
+
+Memos know tensors by identity, and those that a forward computes are new ones in each call. So where what is called
+goes to a memo or, while it is compiled, to the function itself, and is given tensors, the function is traced.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from ...runtime.values import copied, map_leaves
+from ...runtime.values import copied, flatten, map_leaves
 from .protocol import Tracer
 from .proxy import UNKNOWN
 
@@ -45,7 +49,11 @@ def call_memo(tracer: Tracer, function: Callable[..., Any], args: tuple[Any, ...
         )
     with tracer.session.aside():
         values = tracer.values((args, kwargs))
-        map_leaves(functools.partial(_check, tracer, function), values)
+        is_traced = _does_without_memo(function) and _is_given_tensors(values)
+        if not is_traced:
+            map_leaves(functools.partial(_check, tracer, function), values)
+    if is_traced:
+        return cast("Any", function).__wrapped__(*args, **kwargs)
     if values is UNKNOWN:
         return tracer.add("call_function", function, args, kwargs, UNKNOWN)
     with tracer.session.suspended():
@@ -53,6 +61,19 @@ def call_memo(tracer: Tracer, function: Callable[..., Any], args: tuple[Any, ...
     with tracer.session.aside():
         tracer.changes.protect(held)
     return tracer.add("call_function", function, args, kwargs, held, optional=True)
+
+
+def _does_without_memo(function: Callable[..., Any]) -> bool:
+    """Tell whether a function around a memo also calls what the memo is of; so what that reads is known and guarded."""
+    return type(function) is FunctionType and function.__dict__["__wrapped__"] in [*_closed_over(function)]
+
+
+def _is_given_tensors(values: Any) -> bool:
+    """Tell whether tensors are among arguments, and no module: for one, memos remember what its parameters gave."""
+    if values is UNKNOWN:
+        return False
+    given = list(flatten(values).values())
+    return any(isinstance(each, Tensor) for each in given) and not any(isinstance(each, nn.Module) for each in given)
 
 
 def _check(tracer: Tracer, function: Callable[..., Any], value: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import sys
 import types
 from collections.abc import Callable
 
@@ -15,6 +16,8 @@ from torch import nn
 import fxopt
 from fxopt.tracing.program import capture_program
 
+FACTOR = 2
+
 
 def memoised(function):
     """Memoise a function as libraries do that must not do so while they are compiled."""
@@ -22,7 +25,7 @@ def memoised(function):
 
     @functools.wraps(function)
     def wrapper(*args, **kwargs):
-        return memo(*args, **kwargs)
+        return function(*args, **kwargs) if torch.compiler.is_compiling() else memo(*args, **kwargs)
 
     wrapper.memo = memo
     return wrapper
@@ -51,6 +54,11 @@ def pair(length: int) -> tuple[torch.Tensor, int]:
 @functools.cache
 def row_sums(x: torch.Tensor) -> torch.Tensor:
     return x.sum(1)
+
+
+@memoised
+def weighted_sums(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return (x * FACTOR).sum(1, keepdim=True) * scale
 
 
 elsewhere = types.ModuleType("elsewhere")
@@ -110,18 +118,36 @@ class Net(nn.Module):
     def of_tensor(self, x):
         return x + row_sums(x)[:, None]
 
+    def of_computed(self, x):
+        return x + weighted_sums(x * 2, scale=0.5)
+
     def in_another_file(self, x):
         return x + call_elsewhere(x.shape[1])
 
 
-KINDS = ["plain", "wrapped", "static", "number", "decides", "two"]
+class Weighted(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + weighted_sums(x * 2, scale=0.5)
+
+
+KINDS = ["plain", "wrapped", "static", "number", "decides", "two", "of_computed"]
 REFUSED = {
     "of_self": "with a Net",
     "of_tensor": "with a Tensor",
     "in_another_file": "neither in its file",
     "in_place": "another result",
 }
-MEMOS = (ramp, scaled.memo, half, pair, row_sums, Net.__dict__["positions"].__func__.memo, Net.method, elsewhere.ramp)
+MEMOS = (
+    ramp,
+    scaled.memo,
+    half,
+    pair,
+    row_sums,
+    weighted_sums.memo,
+    Net.__dict__["positions"].__func__.memo,
+    Net.method,
+    elsewhere.ramp,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -186,6 +212,14 @@ def test_capturing_leaves_only_real_values_in_memos(kind: str):
     assert type(half(3)) is int
     assert type(elsewhere.ramp(5)) is torch.Tensor
     assert all(memo.cache_info().currsize <= size + 3 for memo, size in zip(MEMOS, sizes, strict=True))
+
+
+def test_what_a_wrapped_memo_is_given_tensors_for_is_part_of_the_graph(monkeypatch):
+    model = Weighted().eval()
+    program = capture_program(copy.deepcopy(model), (torch.randn(3, 5),))
+    assert "sum" in {node.target for node in program.graphs[""].nodes}
+    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 7)
+    _compare(program.model, model)
 
 
 def test_a_memo_that_is_cleared_or_refilled_is_not_remembered():
