@@ -28,7 +28,7 @@ from .passes.driver import (
     restored,
     run_session,
 )
-from .passes.pipeline import PassInfo, PassLike, asked_for, available, chosen_passes, refuse_unfit
+from .passes.pipeline import PassInfo, PassLike, asked_for, available, chosen_passes, heard_by_others, refuse_unfit
 from .passes.sites import Phase
 from .passes.timing import BudgetRequest
 from .reporting import in_words
@@ -120,22 +120,24 @@ def optimize(
         StateError: the optimizer trains nothing of the model, or cannot move (see `translate_optimizer`), or one that
             the model holds, or a list of its parameters; nothing is changed.
     """
-    expect(inplace, bool, "inplace", "True or False")
-    expect(verify, (bool, type(None)), "verify", "True or False")
-    expect(seed, int, "seed", "a whole number")
-    if optimizer is not None:
-        check_optimizer(optimizer, model)
-    decided = plan if plan is None or isinstance(plan, Plan) else Plan.load(as_path(plan, "plan"))
-    passes = list(cast("Iterator[PassLike]", passes)) if isinstance(passes, Iterator) else passes
-    pipeline = chosen_passes(passes, decided)
-    refuse_unfit(pipeline, inplace=inplace, trains=optimizer is not None)
-    settings = current()
-    measuring = settings.measure if measure is None else Measure.of(measure)
-    inputs = normalize_inputs(example_inputs, model)
+    with heard_by_others(listening=plan is None):
+        expect(inplace, bool, "inplace", "True or False")
+        expect(verify, (bool, type(None)), "verify", "True or False")
+        expect(seed, int, "seed", "a whole number")
+        if optimizer is not None:
+            check_optimizer(optimizer, model)
+        decided = plan if plan is None or isinstance(plan, Plan) else Plan.load(as_path(plan, "plan"))
+        passes = list(cast("Iterator[PassLike]", passes)) if isinstance(passes, Iterator) else passes
+        pipeline = chosen_passes(passes, decided)
+        refuse_unfit(pipeline, inplace=inplace, trains=optimizer is not None)
+        settings = current()
+        measuring = settings.measure if measure is None else Measure.of(measure)
+        inputs = normalize_inputs(example_inputs, model)
+        meant, budget = Phase.meant(phase), BudgetRequest.of(settings.time_budget if time_budget is None else time_budget)
     request = Request(
-        in_words, passes=pipeline, inputs=inputs, phase=Phase.meant(phase), plan=decided, seed=seed, settings=settings,
+        in_words, passes=pipeline, inputs=inputs, phase=meant, plan=decided, seed=seed, settings=settings,
         cache=settings.cache, verify=settings.verify if verify is None else verify, twin=verify_twin, measure=measuring,
-        time_budget=BudgetRequest.of(settings.time_budget if time_budget is None else time_budget),
+        time_budget=budget,
         on_failure=lambda error: reproducer.write(model, pipeline, error, list(inputs) or None, phase, seed, settings),
     )  # fmt: skip
     with progress_line() as show:

@@ -171,6 +171,16 @@ def on_rank_other_models() -> Any:
     return said(lambda: fused(model, x)), said(lambda: fxopt.optimize(model, passes, example_inputs=(x,)))
 
 
+def on_rank_fails_before_it_speaks() -> Any:
+    """What one rank gives is refused while it is read; then the ranks go on together."""
+    model, x = made()
+    messages = []
+    for failing in range(RANKS):
+        text = "fuse" if distributed.get_rank() == failing else "fuse_ensembles"
+        messages.append(said(lambda text=text: fxopt.optimize(model, text, example_inputs=(x,))))
+    return messages, torch.allclose(fused(model, x)(x), model(x), atol=1e-6)
+
+
 def on_rank_a_plan_on_one_rank() -> Any:
     model, x = made()
     plan = fxopt.plan(fused(model, x))
@@ -312,6 +322,16 @@ def test_ranks_with_other_models_or_passes(of_ranks: list[dict[str, Any]]) -> No
         model, passes = each["other_models"]
         assert model.startswith("UsageError: the tensors of rank 1's model have other names, shapes or dtypes")
         assert passes.startswith("UsageError: rank 1 runs the passes 'eliminate_dead_code', rank 0 'fuse_ensembles")
+
+
+def test_a_rank_that_fails_before_it_speaks_is_named(of_ranks: list[dict[str, Any]]) -> None:
+    for rank, each in enumerate(of_ranks):
+        messages, goes_on = each["fails_before_it_speaks"]
+        assert goes_on
+        for failing, message in enumerate(messages):
+            assert message.startswith("UsageError: " if failing != rank else "PipelineError: ")
+            assert "unknown pass 'fuse'; did you mean 'fuse_ensembles'?" in message
+            assert (f"rank {failing} failed, so nothing is optimized on any" in message) == (failing != rank)
 
 
 def test_a_plan_is_repeated_by_one_rank_alone(of_ranks: list[dict[str, Any]]) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -23,10 +23,14 @@ from ...runtime.record import Decision, Plan
 from ...runtime.values import tensors_by_name
 from ..contract import Pass
 
-__all__ = ["Ranks", "heard_of_any", "named", "on_all_ranks", "optimized_on_all", "ranks"]
+__all__ = ["Ranks", "heard_by_others", "heard_of_any", "named", "on_all_ranks", "optimized_on_all", "ranks"]
 
 T = TypeVar("T")
-_OF_THE_USER = {kind.__name__: kind for kind in (UsageError, BudgetError, InputError, StateError)}
+_OF_THE_USER = {
+    each.__name__: kind
+    for kind in (UsageError, BudgetError, InputError, StateError)
+    for each in (kind, *kind.__subclasses__())
+}
 Failures = dict[str, str]
 """Number of the pass and key of a site, as one text -> why it cannot be rewritten on all ranks."""
 
@@ -69,6 +73,14 @@ class Ranks:
                 "passes; one rank alone can repeat a plan"
             ) from error
 
+    def give_up(self, message: str) -> None:
+        """Say at once, in the place of the next exchange, that this rank has failed; whoever listens need not wait."""
+        self.said += 1
+        with suppress(RuntimeError):  # of a store that is gone nobody hears
+            self.store.set(f"{self.said}/{self.rank}", json.dumps(message))
+            if self.rank == 0:
+                self.store.set(f"{self.said}/all", json.dumps([0, message]))
+
     def _silent(self) -> list[int]:
         """Return the ranks that others wait for; rank 0 where all have spoken, or where its store is gone."""
         with suppress(RuntimeError):
@@ -101,6 +113,18 @@ def on_all_ranks(ranks: Ranks | None, run: Callable[[], T]) -> T:
     if failed is not None:
         raise _failed(*failed)
     return cast("T", attempt.result)
+
+
+@contextmanager
+def heard_by_others(*, listening: bool = True) -> Generator[None]:
+    """Let the ranks that call `optimize` know at once if this one raises before it comes to speak with them."""
+    try:
+        yield
+    except BaseException as error:
+        others = ranks() if listening else None
+        if others is not None:
+            others.give_up(f"{type(error).__name__}: {one_line(error)}")
+        raise
 
 
 def heard_of_any(ranks: Ranks | None, mine: str) -> str:
