@@ -215,6 +215,7 @@ def test_what_was_compared_in_haste_is_compared_as_usual_once(folder: Path, monk
     fast(net())
     path, given = entry(folder)
     assert given["is_compared"]
+    given["plan"]["decisions"][0]["figures"]["hurried"] = "no time was left"
     path.write_text(json.dumps({**given, "is_compared": False}))
     monkeypatch.setattr(Original, "__init__", noted)
     for expected in (False, True):
