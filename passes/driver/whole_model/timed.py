@@ -84,7 +84,8 @@ class WholeModel:
                 return together(races).figures()
             is_surely, label = unwanted is doubtful, all_slower(races) or ""  # which calls; "" for all
             slower = partial(timing.no_faster, together(races).speed_of(label), Cause.MODEL_SLOWER, calls=label)
-            better = self._better_variant(unwanted, is_surely=is_surely)
+            is_open = self._context.budget.left > 0  # else no variant is written and raced, which takes many forwards
+            better = self._better_variant(unwanted, is_surely=is_surely) if is_open else None
             self._take_back(unwanted if better is None else better.left_out, slower())
             if self._context.budget.left:
                 continue

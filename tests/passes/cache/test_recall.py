@@ -16,6 +16,7 @@ from torch import nn
 import fxopt
 from fxopt.passes.contract import Pass
 from fxopt.passes.driver import RunContext
+from fxopt.passes.driver.whole_model import FinalCheck
 from fxopt.passes.timing import Runner, TimeBudget
 from fxopt.passes.verification import Original
 from fxopt.testing import assert_equivalent
@@ -248,6 +249,21 @@ def test_rounding_that_was_looked_at_is_not_looked_at_again(folder: Path, monkey
     path.write_text(json.dumps({**given, "rounding": 0.0}))
     assert is_recalled(fast(model))
     assert looked
+
+
+def test_a_smaller_call_tells_of_rounding_where_no_time_is_left_for_the_example(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[Original.__module__], "CLOSE", {torch.float32: 0.0})  # all is looked at closely
+    monkeypatch.setattr(FinalCheck, "_fits_as_usual", lambda *_: False)
+    model, small = net(), X[:, :, :8, :8]
+    first = fxopt.optimize(model[:3], "fold_batchnorm", example_inputs=X)  # type: ignore[index]
+    with torch.no_grad():
+        if torch.equal(first(small), model[:3](small)):  # type: ignore[index]
+            pytest.skip("this CPU rounds both alike")
+    _, given = entry(folder)
+    assert not given["is_compared"]
+    assert 0 < given["rounding"] < 1e-3
 
 
 class Scaled(nn.Module):
