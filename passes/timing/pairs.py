@@ -12,7 +12,16 @@ from ..sites import Cause, Reason
 from .intervals import FEWEST_ROUNDS, SURE_ROUNDS, Interval, Timings
 from .measure import time_candidates
 
-__all__ = ["kinds_within", "microseconds", "no_faster", "no_gain", "time_kind", "time_pair", "timing_figures"]
+__all__ = [
+    "kinds_within",
+    "microseconds",
+    "no_faster",
+    "no_gain",
+    "time_kind",
+    "time_pair",
+    "timing_figures",
+    "within_left",
+]
 
 _SECONDS = 0.05
 """How long a kind of layer is timed by itself at first: calls of up to 3 ms settle in three rounds."""
@@ -58,19 +67,19 @@ def time_kind(before: Callable[[], object], after: Callable[[], object], *, leas
     None: that is not decided by them alone, and half the time must do. All of it ends in time, see `kinds_within`.
     """
     if least is None:
-        return time_pair(before, after, seconds=_at_most(_SECONDS / 2), cold=cold)
-    timings = time_pair(before, after, seconds=_at_most(_SECONDS), cold=cold)
+        return time_pair(before, after, seconds=within_left(_SECONDS / 2), cold=cold)
+    timings = time_pair(before, after, seconds=within_left(_SECONDS), cold=cold)
     speed = timings.ratio("before", "after")
     if not speed.low <= least <= speed.high or abs(speed.mid - least) >= _CLOSE:
         return timings
     rounds = SURE_ROUNDS * _IN_DOUBT
-    longer = _at_most(_IN_DOUBT * _SECONDS)
+    longer = within_left(_IN_DOUBT * _SECONDS)
     return time_pair(before, after, seconds=longer, least_rounds=rounds, cold=cold) if longer > _SECONDS else timings
 
 
-def _at_most(seconds: float) -> float:
-    """Return so many seconds, or as many of them as a kind may take now."""
-    return max(0.0, min(seconds, _OF_LEFT * _left.get()()))
+def within_left(seconds: float, part: float = _OF_LEFT) -> float:
+    """Return so many seconds, or as many of them as a kind may take now: this part of what is left."""
+    return max(0.0, min(seconds, part * _left.get()()))
 
 
 def no_gain(

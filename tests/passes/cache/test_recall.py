@@ -256,10 +256,11 @@ def test_a_smaller_call_tells_of_rounding_where_no_time_is_left_for_the_example(
 ) -> None:
     monkeypatch.setattr(sys.modules[Original.__module__], "CLOSE", {torch.float32: 0.0})  # all is looked at closely
     monkeypatch.setattr(FinalCheck, "_fits_as_usual", lambda *_: False)
-    model, small = net(), X[:, :, :8, :8]
-    first = fxopt.optimize(model[:3], "fold_batchnorm", example_inputs=X)  # type: ignore[index]
+    model = net()
+    first = fast(model, "fold_batchnorm", measure=False)
+    assert any(decision.status == "applied" for decision in fxopt.plan(first).decisions)
     with torch.no_grad():
-        if torch.equal(first(small), model[:3](small)):  # type: ignore[index]
+        if torch.equal(first(X), model(X)):
             pytest.skip("this CPU rounds both alike")
     _, given = entry(folder)
     assert not given["is_compared"]
