@@ -13,7 +13,6 @@ from torch import Tensor, fx, nn
 import fxopt
 from fxopt.transforms.delegate import find
 from fxopt.transforms.delegate.delegate import engine_named
-from fxopt.transforms.flatten_calls import write
 
 
 class Checked(nn.Module):
@@ -52,24 +51,6 @@ def run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(find._Runner, "run_node", noted)
     return found
-
-
-class Hooked(nn.Linear):
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        return super().__call__(*args, **kwargs) + 1
-
-
-def test_a_graph_is_written_out_once_where_nothing_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that stays may draw random numbers; that matters to what keeps the state of their generators alone."""
-    written, made = list[bool](), write._written
-
-    def noted(*args: Any, draws: bool) -> Any:
-        written.append(draws)
-        return made(*args, draws=draws)
-
-    monkeypatch.setattr(write, "_written", noted)
-    write.flattened(program := fxopt.capture(linears(Hooked(8, 8)), X), "", program.captures[""].specializations[0])
-    assert written == [False]
 
 
 @one_engine
