@@ -9,14 +9,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["MOST_BYTES", "DecisionFiles"]
+__all__ = ["MOST_BYTES", "DecisionFiles", "note_name"]
 
 _NAME = re.compile(r"[0-9a-f]{64}\.json")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{64}\.json\.[0-9a-f]+\.tmp")
+_NOTE = re.compile(r"[0-9a-f]{64}\.conversion")
+"""Left by a process that ended in a conversion of an engine."""
 MOST_BYTES = 256 * 2**20
 """Bytes of all entries; a plan of a large model has a few hundred thousand."""
 _ABANDONED = 3600.0
 """A temporary file of so many seconds has no writer any more."""
+
+
+def note_name(digest: str) -> str:
+    """Return what a note of a conversion that runs is called."""
+    return f"{digest}.conversion"
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class DecisionFiles:
     def clear(self) -> tuple[int, int]:
         """Remove all entries, and return how many there were, and their bytes; raise OSError where one stays."""
         count, size = self.usage()
-        for path, _ in (*self._files(_NAME), *self._files(_TEMPORARY)):
+        for path, _ in (*self._files(_NAME), *self._files(_TEMPORARY), *self._files(_NOTE)):
             path.unlink(missing_ok=True)
         return count, size
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import cast
+from typing import ClassVar
 
-from ...errors import UsageError, did_you_mean
+import torch
+from torch import Tensor, nn
+
+from ...errors import UsageError, did_you_mean, one_line
 from ...known_passes import ENGINES
 from .aot_inductor import AOTInductor
-from .engine import Engine
+from .engine import Engine, Session
 from .onnx_runtime import OnnxRuntime
 from .open_vino import OpenVINO
 
@@ -26,7 +30,10 @@ def engines() -> Mapping[str, Engine]:
 
 @cache
 def _all() -> tuple[tuple[str, Engine], ...]:
-    return tuple((each.name, each) for each in (*_own(), *_others()))
+    known = {each.name: each for each in _own()}
+    for each in _others():
+        known.setdefault(each.name, each)  # fxopt's own win where names are equal
+    return tuple(known.items())
 
 
 def _own() -> Iterator[Engine]:
@@ -37,7 +44,30 @@ def _own() -> Iterator[Engine]:
 
 def _others() -> Iterator[Engine]:
     for point in importlib.metadata.entry_points(group=ENGINES):
-        yield cast("type[Engine]", point.load())()
+        try:
+            found = point.load()
+            if not (inspect.isclass(found) and issubclass(found, Engine)):
+                raise TypeError("it is no class derived from fxopt.layers.delegated.Engine")
+            yield found()
+        except Exception as error:  # code of others, as it is imported, may raise anything
+            reason = f"engine {point.name!r} ({point.value}) cannot be loaded: {one_line(error)}"
+            yield type("Unloadable", (_Unloadable,), {"name": point.name, "packages": (), "reason": reason})()
+
+
+class _Unloadable(Engine):
+    """Stands for an engine of another distribution that cannot be loaded: models go without it."""
+
+    reason: ClassVar[str]
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    def reason_against(self, dtype: torch.dtype) -> str:
+        return self.reason
+
+    def compile(self, computation: nn.Module, example: Sequence[Tensor], dtype: torch.dtype, threads: int) -> Session:
+        raise RuntimeError(self.reason)
 
 
 def engine_named(name: str) -> Engine:

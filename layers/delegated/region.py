@@ -23,6 +23,7 @@ from .conversion import MOST_SHAPES, Converted, OtherNumbers, OtherType, Refused
 from .engine import OtherSizes
 from .engines import engine_named
 from .one_thread import OneThread, numbers_of
+from .trial import noted, try_apart
 
 __all__ = ["DelegatedRegion", "judged_outside"]
 
@@ -148,7 +149,18 @@ class DelegatedRegion(Keeping):
     def prepare(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor], allowed: float = math.inf) -> None:
         """Let the engine take the tensors as they are, for inputs such as these; raise what it raises, or RuntimeError
         where results are off by more than `allowed` of their scale, or so much that the region would do without it.
+
+        A conversion that has ended a process is tried in one of its own first.
         """
+        with noted(self._described(inputs, tensors), lambda: try_apart(self, inputs, tensors)):
+            self._prepare(inputs, tensors, allowed)
+
+    def _described(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> str:
+        """Describe what an engine takes, but for numbers."""
+        forms = [(tuple(x.shape), x.dtype) for x in (*inputs, *tensors)]
+        return f"{self.engine} {engine_named(self.engine).version} {self.dtype} {len(self.graph.nodes)} {forms}"
+
+    def _prepare(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor], allowed: float) -> None:
         held = self._convert(inputs, tensors)
         if judged_outside or not all(map(_is_taken, inputs)):
             return

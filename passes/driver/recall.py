@@ -79,9 +79,11 @@ class KeptDecisions:
         if lost and not manager.rewrites:
             return
         forward = manager.context.budget.forward
+        is_hurried = any("hurried" in decision.figures for decision in manager.decisions)
         self._write(Entry(
             manager.plan(request.passes), manager.timings, manager.memory, rounding=manager.rounding,
-            granted=_granted(request, forward), forward=forward, is_compared=not manager.context.budget.concessions,
+            granted=_granted(request, forward), forward=forward,
+            is_compared=not (is_hurried or manager.context.budget.concessions),
             fixed=fixed_regions(manager.program.model),
         ))  # fmt: skip
 
@@ -127,9 +129,8 @@ def recalled(manager: Manager, request: Request, original: nn.Module, entry: Ent
             with judged_outside(), in_phase(program.model, program.training):
                 manager.repeat(request.passes, plan, verified=False)
                 fix_regions(program.model, entry.fixed)
-            brief = entry.is_compared and not any("hurried" in decision.figures for decision in plan.decisions)
-            with judged_outside() if brief else nullcontext():
-                is_right = manager.is_right(original, brief=brief, rounding=entry.rounding)
+            with judged_outside() if entry.is_compared else nullcontext():
+                is_right = manager.is_right(original, brief=entry.is_compared, rounding=entry.rounding)
     except Exception as error:  # whatever comes of an entry that does not fit: the run in full says what is wrong
         _LOG.debug("decisions of an earlier run are not repeated: %s: %s", type(error).__name__, error)
         return None

@@ -15,7 +15,7 @@ from ...tracing.program import Program
 from ..contract import Pass
 from ..rewriting import Snapshot, UnnotedChange, only_reading
 from ..sites import VOLATILE, Cause, Phase, Reason, Refusal, Site, is_volatile
-from ..timing import Stage
+from ..timing import Stage, kinds_within
 from ..verification import depends_on_mode
 from .context import RunContext
 from .tuner import Tuner
@@ -59,8 +59,8 @@ def _naming(pass_: Pass, error: UsageError) -> UsageError:
 
 def admitted(tuner: Tuner, pass_: Pass) -> list[Site | Refusal]:
     """Return what a pass finds; sites that nothing may be done at are refusals."""
-    context = tuner.context
-    with context.budget.spending(Stage.FINDING):
+    context, budget = tuner.context, tuner.context.budget
+    with budget.spending(Stage.FINDING), kinds_within(lambda: budget.for_sites - budget.spent):
         items = found(tuner, pass_, context.snapshot)
         return [admitted_site(context, pass_, item) if isinstance(item, Site) else item for item in items]
 

@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from ..sites import Cause, Reason
 from .intervals import FEWEST_ROUNDS, SURE_ROUNDS, Interval, Timings
 from .measure import time_candidates
 
-__all__ = ["microseconds", "no_faster", "no_gain", "time_kind", "time_pair", "timing_figures"]
+__all__ = [
+    "kinds_within",
+    "microseconds",
+    "no_faster",
+    "no_gain",
+    "time_kind",
+    "time_pair",
+    "timing_figures",
+    "within_left",
+]
 
 _SECONDS = 0.05
 """How long a kind of layer is timed by itself at first: calls of up to 3 ms settle in three rounds."""
 _IN_DOUBT = 4
 """Where that does not tell whether it gains, so many times as long: two runs on a busy machine then decide alike."""
 _CLOSE = 0.15  # what is farther from the least gain is not timed again, however few rounds of a long call there were
+_OF_LEFT = 0.1
+"""Of the time that is left for sites one kind takes no more than this part, for others follow."""
+_left: ContextVar[Callable[[], float]] = ContextVar("fxopt_left_for_kinds", default=lambda: math.inf)
+
+
+@contextmanager
+def kinds_within(left: Callable[[], float]) -> Generator[None]:
+    """Let kinds be timed within the seconds that are `left`, as far as the fewest rounds allow."""
+    token = _left.set(left)
+    try:
+        yield
+    finally:
+        _left.reset(token)
 
 
 def time_pair(
@@ -39,16 +64,22 @@ def time_pair(
 def time_kind(before: Callable[[], object], after: Callable[[], object], *, least: float | None, cold: bool) -> Timings:
     """Time layers of a kind by themselves; again, longer, where it is open if `after` is `least` times faster.
 
-    None: that is not decided by them alone, and half the time must do.
+    None: that is not decided by them alone, and half the time must do. All of it ends in time, see `kinds_within`.
     """
     if least is None:
-        return time_pair(before, after, seconds=_SECONDS / 2, cold=cold)
-    timings = time_pair(before, after, seconds=_SECONDS, cold=cold)
+        return time_pair(before, after, seconds=within_left(_SECONDS / 2), cold=cold)
+    timings = time_pair(before, after, seconds=within_left(_SECONDS), cold=cold)
     speed = timings.ratio("before", "after")
     if not speed.low <= least <= speed.high or abs(speed.mid - least) >= _CLOSE:
         return timings
     rounds = SURE_ROUNDS * _IN_DOUBT
-    return time_pair(before, after, seconds=_IN_DOUBT * _SECONDS, least_rounds=rounds, cold=cold)
+    longer = within_left(_IN_DOUBT * _SECONDS)
+    return time_pair(before, after, seconds=longer, least_rounds=rounds, cold=cold) if longer > _SECONDS else timings
+
+
+def within_left(seconds: float, part: float = _OF_LEFT) -> float:
+    """Return so many seconds, or as many of them as a kind may take now: this part of what is left."""
+    return max(0.0, min(seconds, part * _left.get()()))
 
 
 def no_gain(

@@ -181,7 +181,7 @@ def flattened(program: Program, name: str, specialization: Specialization, *, qu
     """
     owner = program.module(name)
     writer, arguments = _written(program, name, specialization, quantized, draws=owner.training)
-    if not owner.training and any(map(_may_draw, writer.graph.nodes)):
+    if writer.has_left_out and any(map(_may_draw, writer.graph.nodes)):
         writer, arguments = _written(program, name, specialization, quantized, draws=True)
     keep_narrow(writer.graph, exactly=True)
     writer.graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "get_attr" and not only_builds(node))
@@ -231,6 +231,7 @@ class _Writer(Opener):
         self._has_written = False  # to what was there before the start
         self._fresh = set[fx.Node]()  # results in memory of their own
         self._checks = Checks(self.graph)
+        self.has_left_out = False  # what only keeps the state of random generators
 
     def input(self, node: fx.Node, source: Source) -> fx.Node:
         """Add an argument of the owner's."""
@@ -410,7 +411,11 @@ class _Writer(Opener):
 
     def _only_keeps_generators(self, node: fx.Node) -> bool:
         """Say whether a node keeps nothing but the state of random generators, and nothing draws."""
-        return node.target is keep and not self._draws and not node.args and dict(node.kwargs) == {"random": True}
+        is_needless = (
+            node.target is keep and not self._draws and not node.args and dict(node.kwargs) == {"random": True}
+        )
+        self.has_left_out = self.has_left_out or is_needless
+        return is_needless
 
     def _of_owner(self, guard: Guard, path: str, given: Mapping[str, Any]) -> Guard | None:
         """Return the condition of a module's graph as one of the owner's; None where it is on what is computed."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...operators import laid_last
 from ...passes.kinds import LEAST_GAIN, Judgement, figures_of, over_budget
 from ...passes.sites import Reason
-from ...passes.timing import Timings, race_clock, timing_figures
+from ...passes.timing import Timings, race_clock, timing_figures, within_left
 
 __all__ = [
     "MOST", "PACKED", "TRANSPOSED", "Calls", "Lowerings", "compared", "fastest", "figures_interleaved", "largest_error",
@@ -32,6 +32,9 @@ _ROUNDS = (8, 30)
 
 _SECONDS = 0.05
 """How long each kind is timed."""
+
+_OF_LEFT = 0.5
+"""All kinds that are called in turn take no more than this part of the time that is left for sites."""
 
 _BEFORE = "before"
 
@@ -122,16 +125,17 @@ def figures_interleaved(kinds: Mapping[Hashable, Lowerings]) -> dict[Hashable, d
     names = list(dict.fromkeys(name for calls in layers.values() for name in calls))
     passes = {name: {kind: calls[name] for kind, calls in layers.items() if name in calls} for name in names}
     found = {kind: Timings() for kind in kinds}
+    seconds = within_left(_SECONDS * len(kinds), _OF_LEFT)
     shuffling, start = random.Random(0), time.perf_counter()  # noqa: S311 - it hides no secret
     with torch.no_grad():
         for calls in passes.values():
             _seconds(calls)
         for count in range(_ROUNDS[1]):
-            if count >= _ROUNDS[0] and time.perf_counter() - start > _SECONDS * len(kinds):
+            if count >= _ROUNDS[0] and time.perf_counter() - start > seconds:
                 break
-            seconds = {name: _seconds(passes[name]) for name in shuffling.sample(names, len(names))}
+            took = {name: _seconds(passes[name]) for name in shuffling.sample(names, len(names))}
             for kind, timings in found.items():
-                timings.rounds.append({name: each[kind] for name, each in seconds.items() if kind in each})
+                timings.rounds.append({name: each[kind] for name, each in took.items() if kind in each})
     return {kind: {name: timing_figures(found[kind], name) for name in each} for kind, each in kinds.items()}
 
 

@@ -84,9 +84,10 @@ class WholeModel:
                 return together(races).figures()
             is_surely, label = unwanted is doubtful, all_slower(races) or ""  # which calls; "" for all
             slower = partial(timing.no_faster, together(races).speed_of(label), Cause.MODEL_SLOWER, calls=label)
-            better = self._better_variant(unwanted, is_surely=is_surely)
+            # To write and race variants takes many forwards.
+            better = self._better_variant(unwanted, is_surely=is_surely) if self._is_open else None
             self._take_back(unwanted if better is None else better.left_out, slower())
-            if self._context.budget.left:
+            if self._is_open:
                 continue
             if better is not None and (timings := self._no_slower(better)) is not None:
                 return timings
@@ -95,6 +96,11 @@ class WholeModel:
                 self._take_back(left, slower(**self._context.budget.values))
                 left = self._doubtful() if is_surely else self._unproven()
         return None
+
+    @property
+    def _is_open(self) -> bool:
+        """Say whether less is spent than was asked for; what passes took beyond it gives this no more time."""
+        return self._context.budget.spent < self._context.budget.seconds
 
     @property
     def _kinds(self) -> dict[str, list[Inputs]]:

@@ -88,7 +88,7 @@ class Original:
     _is_random: bool = field(default=True, init=False)
     _is_sure: bool = field(default=True, init=False)
     _has_drawn: bool = field(default=False, init=False)
-    # how far, of the scale, results on the example calls were that a closer look found right
+    # how far, of the scale, results on the examples, or on a smaller call alone, were that a closer look found right
     seen: float = field(default=0.0, init=False)
     _samples: list[_Sample] = field(init=False)
     _exact: dict[tuple[int, bool], References] = field(default_factory=dict[tuple[int, bool], References], init=False)
@@ -268,10 +268,15 @@ class Original:
         error = self._seen_in_few_rows(sample, after, before, found)
         if error is None:
             error = self._looked_at_closely(sample, after, _close(before))
-        if sample.is_given:
+        if sample.is_given or (self._is_smaller_alone and error is not None):
             with suppress(TooFar):  # so much is no rounding that others may rely on
                 self.seen = max(self.seen, largest_gap(before, found, _rounded(before, 1.0), ""))
         return error
+
+    @property
+    def _is_smaller_alone(self) -> bool:
+        """Say whether there is no time for the example calls: a smaller one tells what rounding does to the model."""
+        return self.training is None and not any(each.is_given for each in self._samples)
 
     def _within(
         self, budget: float, sample: _Sample, after: _Rewritten, before: Quantities, found: Quantities, where: str

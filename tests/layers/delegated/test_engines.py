@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,37 @@ def test_a_broken_installation_is_told_of(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(engine, "_version", lambda package: "1.0")
     monkeypatch.setattr(engine.importlib, "import_module", lambda name: 1 / 0)
     assert engine_named("openvino").reason_against(torch.float32) == "importing openvino fails: division by zero"
+
+
+@pytest.fixture
+def registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Install distributions with engines that cannot be loaded, and one with the name of an engine of fxopt."""
+    metadata = tmp_path / "others-1.0.dist-info"
+    metadata.mkdir()
+    metadata.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 1.0\n")
+    lines = "broken = broken_engine:It\nnone = fractions:Fraction\nopenvino = fxopt.layers.delegated:Engine\n"
+    metadata.joinpath("entry_points.txt").write_text(f"[fxopt.engines]\n{lines}")
+    (tmp_path / "broken_engine.py").write_text("import no_such_library\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    table = sys.modules[engine_named.__module__]
+    table._all.cache_clear()  # type: ignore[attr-defined]
+    yield
+    table._all.cache_clear()  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("registered")
+def test_an_engine_of_others_that_cannot_be_loaded_costs_nobody_else_anything() -> None:
+    assert type(engine_named("openvino")).__name__ == "OpenVINO"
+    assert (
+        engine_named("none")
+        .reason_against(torch.float32)
+        .endswith("no class derived from fxopt.layers.delegated.Engine")
+    )
+    model = linears()
+    with pytest.warns(fxopt.NothingDoneWarning, match="engine 'broken' .* cannot be loaded: No module named 'no_such_"):
+        fast = fxopt.optimize(model, "delegate{engine=broken}", example_inputs=X)
+    same(fast, model)
+    same(fxopt.optimize(model, "delegate", example_inputs=X), model)
 
 
 def test_a_model_that_is_too_large_for_onnx_is_refused_before_it_is_exported() -> None:

@@ -215,6 +215,7 @@ def test_what_was_compared_in_haste_is_compared_as_usual_once(folder: Path, monk
     fast(net())
     path, given = entry(folder)
     assert given["is_compared"]
+    given["plan"]["decisions"][0]["figures"]["hurried"] = "no time was left"
     path.write_text(json.dumps({**given, "is_compared": False}))
     monkeypatch.setattr(Original, "__init__", noted)
     for expected in (False, True):
@@ -247,6 +248,22 @@ def test_rounding_that_was_looked_at_is_not_looked_at_again(folder: Path, monkey
     path.write_text(json.dumps({**given, "rounding": 0.0}))
     assert is_recalled(fast(model))
     assert looked
+
+
+def test_a_smaller_call_tells_of_rounding_where_no_time_is_left_for_the_example(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[Original.__module__], "CLOSE", {torch.float32: 0.0})  # all is looked at closely
+    monkeypatch.setattr("fxopt.passes.driver.whole_model.final_check.FinalCheck._fits_as_usual", lambda *_: False)
+    model = net()
+    first = fast(model, "fold_batchnorm", measure=False)
+    assert any(decision.status == "applied" for decision in fxopt.plan(first).decisions)
+    with torch.no_grad():
+        if torch.equal(first(X), model(X)):
+            pytest.skip("this CPU rounds both alike")
+    _, given = entry(folder)
+    assert not given["is_compared"]
+    assert 0 < given["rounding"] < 1e-3
 
 
 class Scaled(nn.Module):

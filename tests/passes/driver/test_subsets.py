@@ -185,6 +185,14 @@ def test_nothing_stays_where_time_is_out_and_all_that_was_measured_loses(monkeyp
     assert sum("was spent" in each.reason for each in manager.decisions) == 8
 
 
+def test_no_variant_is_written_where_the_budget_is_spent_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, races = run(
+        monkeypatch, lambda name, _: 2.0 if name == "sub" else -1.0, Write(), WriteMultiply(), ends_after=2
+    )
+    assert standing(manager) == set()
+    assert races.seen == [["before", "after"]] * 2
+
+
 def test_what_stands_on_a_rewrite_goes_with_it_and_what_does_not_is_written_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
