@@ -22,6 +22,7 @@ from ...compat.quantized import (
     int8_static_packed,
     runs_simulation,
     weight_by_pattern,
+    why_no_static_int8,
     writes_fake_quantization,
 )
 from ...errors import UsageError
@@ -144,7 +145,9 @@ class StaticComputation(BySettings):
 def _has_kernel(x: Tensor) -> bool:
     if runs_simulation() or not is_plainly_eager() or not x.is_cpu or not x.numel():
         return False
-    return x.dtype in _OF_KERNELS and type(x) in (Tensor, nn.Parameter)
+    if x.dtype not in _OF_KERNELS or type(x) not in (Tensor, nn.Parameter):
+        return False
+    return not why_no_static_int8()  # a pickle may come from another CPU
 
 
 def _fake_quantized(weight: Tensor, scales: Tensor) -> Tensor:

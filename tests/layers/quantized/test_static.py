@@ -213,3 +213,15 @@ def test_results_have_the_type_of_autocast(grad: bool):
     if grad:
         found.float().sum().backward()
         assert x.grad is not None and torch.allclose(x.grad[0], layer.weight.sum(0), atol=0.1)
+
+
+@pytest.mark.parametrize("kind", ["linear", "plain"])
+def test_a_cpu_whose_sums_overflow_computes_in_floats(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.Linear(64, 8) if kind == "linear" else CONVOLUTIONS[kind]
+    made, x = static_of(layer), inputs_of(layer)
+    monkeypatch.setattr("fxopt.layers.quantized.static.why_no_static_int8", lambda: "this CPU has no VNNI")
+    monkeypatch.setattr(type(made.computation), "product", lambda *_: pytest.fail("the kernel is asked"))
+    with torch.no_grad():
+        floats = copy.deepcopy(layer)
+        floats.weight.copy_(made.weight)
+        torch.testing.assert_close(made(x), floats(OF_INPUT.rounded(x)), rtol=1e-5, atol=1e-5)
