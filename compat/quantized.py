@@ -24,7 +24,7 @@ __all__ = [
     "int8_product_of_weights", "int8_product_static", "int8_rows_packed", "int8_static_packed", "int8_weight_packed",
     "is_simulating", "load_pattern", "needs_reduced_range", "quantized_by_pattern", "rounded_with_learned_scale",
     "runs_simulation", "simulating", "static_format", "weight_by_pattern", "why_no_int8", "why_no_static_int8",
-    "without_torch_function", "writes_fake_quantization",
+    "why_overflow", "without_torch_function", "writes_fake_quantization",
 ]  # fmt: skip
 
 _TORCH: Any = torch
@@ -277,6 +277,9 @@ class Observer:
         return float(scale), int(zero_point)
 
 
+_SEVEN_BITS = 63
+"""The largest weight whose product with the largest activation fits into 16 bits twice."""
+
 Int8Result = tuple[float, int, torch.dtype, str]
 """What a kernel returns: scale and zero point of the numbers (1.0 and 0 of floats), type, and the activation behind."""
 _FLOATS: Int8Result = 1.0, 0, torch.float32, "none"
@@ -287,7 +290,7 @@ def why_no_static_int8() -> str:
     """Return why products of small integers cannot be computed exactly here, or ""."""
     if not torch.backends.mkldnn.is_available() or not hasattr(_ONEDNN, "qlinear_pointwise"):
         return "this build of PyTorch has no oneDNN, whose kernels it needs"
-    return "" if _sums_exactly(63) else "oneDNN's sums of products of 8 and 7 bits overflow on this CPU"
+    return "" if _sums_exactly(_SEVEN_BITS) else "oneDNN's sums of products of 8 and 7 bits overflow on this CPU"
 
 
 @cache
@@ -297,6 +300,13 @@ def static_format() -> str:
     Without VNNI two products are added in 16 bits, which hold 2 * 255 * 63 but not 2 * 255 * 127.
     """
     return "int8" if why_no_static_int8() or _sums_exactly(127) else "int7"
+
+
+def why_overflow(values: Tensor) -> str:
+    """Return why sums of products of a weight's numbers, int8, and 8-bit activations may be wrong here, or ""."""
+    if static_format() == "int8" or not values.numel() or int(values.int().abs().max()) <= _SEVEN_BITS:
+        return why_no_static_int8()
+    return "its weight has 8 bits, whose sums overflow on this CPU without VNNI"
 
 
 def _sums_exactly(largest: int) -> bool:

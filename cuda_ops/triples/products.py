@@ -11,10 +11,10 @@ from torch import Tensor
 from ...errors import UsageError
 from ..checks import check_one_device, check_one_dtype
 from ..definition import define, keep_inputs
-from .structures import TYPES, multisets, near_triples, typed_triples
+from .structures import COLORS, common_triples, multisets, near_triples
 from .triangles import OrientedGraph, check_edge_index
 
-__all__ = ["CLOSED", "NEAR", "Products", "sums_by_type", "triple_products", "triple_products_reference"]
+__all__ = ["CLOSED", "COMMON", "NEAR", "Products", "sums_by_type", "triple_products", "triple_products_reference"]
 
 CLOSED: Final = "closed"
 """Sum over triangles; p, q and r belong to their edges u-v, u-w and v-w."""
@@ -22,10 +22,13 @@ CLOSED: Final = "closed"
 NEAR: Final = "near"
 """Sum over triples all of whose pairs are among the edges, which are those of `near_pairs`, by their distances."""
 
+COMMON: Final = "common"
+"""The same by neighbours in common: those of each pair, and those of all three; see `common_triples`."""
+
 _CELLS: Mapping[str, Callable[[int], int]] = {
     CLOSED: lambda _: 1,
     NEAR: multisets,
-    "codegree": TYPES["codegree"],
+    COMMON: lambda cap: multisets(COLORS["codegree"](cap)) * (cap + 1),
 }
 """Which triples -> how many sums there are for a graph, by the cap."""
 
@@ -95,7 +98,7 @@ def _add_products(tables: tuple[Tensor, ...], places: Tensor, wanted: list[bool]
 def _places(edges: Tensor, batch: Tensor, structure: str, cap: int, memory_limit: int) -> Iterator[Tensor]:
     """Yield the rows [4, t] of p, q, r and g that each triple multiplies."""
     if structure != CLOSED:
-        yield from (near_triples if structure == NEAR else typed_triples)(edges, batch, cap, memory_limit)
+        yield from (near_triples if structure == NEAR else common_triples)(edges, batch, cap, memory_limit)
         return
     graph = OrientedGraph(edges, len(batch))
     for found in graph.triangles(memory_limit):
@@ -107,7 +110,7 @@ def _check(*args: Any) -> None:
     tables = dict(zip("pqrg", given.tables, strict=True))
     check_one_dtype(_NAME, **tables)
     check_one_device(_NAME, **tables, edges=given.edges, batch=given.batch)
-    check_edge_index(given.edges[:2] if given.structure == NEAR else given.edges)
+    check_edge_index(given.edges if given.structure == CLOSED else given.edges[:2])
     if given.structure not in _CELLS or given.cap < 0 or len(given.wanted) != _ROLES:
         triples = f"{given.structure!r} up to {given.cap}, for {len(given.wanted)} of {_ROLES} tables"
         raise UsageError(f"{_NAME}: no such triples: {triples}")

@@ -1,4 +1,4 @@
-"""Types of triples of nodes: by distances, and those by the neighbours that they have in common one by one."""
+"""Types of triples of nodes: by the distances of their pairs, or by the neighbours that they have in common."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from torch import Tensor
 from ...errors import UsageError
 from .listing import parts
 
-__all__ = ["NODE_LIMIT", "TYPES", "Layout", "check_sizes", "multisets", "near_triples", "typed_triples"]
+__all__ = [
+    "COLORS", "NODE_LIMIT", "TYPES", "Layout", "check_sizes", "common_triples", "multisets", "near_triples",
+]  # fmt: skip
 
 NODE_LIMIT = 512
-"""Nodes of a graph: all its triples are looked at, 22 million for so many."""
+"""Nodes of a graph: triples of near nodes are looked at, 22 million where all are near."""
 
 _BITS = 62
 """Nodes in one word of a row of an adjacency matrix; signs are left alone."""
@@ -36,37 +38,27 @@ TYPES: Mapping[str, Callable[[int], int]] = {
 }
 """Structure -> how many types of triples it tells apart, by its cap."""
 
+COLORS: Mapping[str, Callable[[int], int]] = {"distance": lambda cap: cap, "codegree": lambda cap: 2 * cap + 1}
+"""Structure -> how many colours pairs of near nodes have, by its cap; see `near_pairs`."""
+
 
 def check_sizes(batch: Tensor, limit: int) -> None:
     """Raise a UsageError if a graph has more nodes than this; on a device this waits for it."""
     most = int(torch.bincount(batch).max()) if len(batch) else 0
     if most > limit:
         raise UsageError(
-            f"a graph has {most} nodes, and all its triples are looked at: at most {limit}; "
+            f"a graph has {most} nodes, and its triples are looked at one by one: at most {limit}; "
             f"raise it by node_limit={most}, or use structure='adjacency'"
         )
 
 
-def typed_triples(edges: Tensor, batch: Tensor, cap: int, memory_limit: int) -> Iterator[Tensor]:
-    """Yield all triples of distinct nodes of one graph as [4, t]: three nodes, and graph * types + type (codegree)."""
-    layout = Layout.of(batch)
-    typed = _CommonNeighbours.of(layout, edges, layout.dense(edges), cap)
-    types = TYPES["codegree"](cap)
-    pairs, later = layout.pairs()
-    for first, last in parts(later, max(1, min(memory_limit // _BYTES_A_TRIPLE, _TOGETHER))):
-        pair = torch.arange(last - first, device=batch.device).repeat_interleave(later[first:last])
-        i, j = pairs[:, first:last].index_select(1, pair)
-        ends = later[first:last].cumsum(0)
-        k = j + 1 + torch.arange(len(pair), device=pair.device) - (ends - later[first:last])[pair]
-        cell = batch[layout.order[i]] * types + typed.types(i, j, k)
-        yield torch.cat([layout.order[torch.stack([i, j, k])], cell[None]])
-
-
-def near_triples(pairs: Tensor, batch: Tensor, cap: int, memory_limit: int) -> Iterator[Tensor]:
-    """Yield the triples all of whose pairs `near_pairs` gave, as [4, t]: three nodes, and graph * types + type."""
-    layout, table = Layout.of(batch), _multiset_numbers(cap, batch.device).view(-1)
+def near_triples(pairs: Tensor, batch: Tensor, count: int, memory_limit: int) -> Iterator[Tensor]:
+    """Yield the triples all of whose pairs `near_pairs` gave, in `count` colours, as [4, t]: three nodes, and graph *
+    multisets + the multiset of their colours.
+    """
+    layout, table = Layout.of(batch), _multiset_numbers(count, batch.device).view(-1)
     (low, high), colors = layout.place[pairs[:2]], pairs[2]
-    known, position = colors.new_full((len(batch), layout.width), cap), layout.position[high]
+    known, position = colors.new_full((len(batch), layout.width), count), layout.position[high]
     known[low, position] = colors
     row, known = high * layout.width, known.view(-1)
     places = torch.arange(len(low), device=low.device)
@@ -77,13 +69,28 @@ def near_triples(pairs: Tensor, batch: Tensor, cap: int, memory_limit: int) -> I
         other = (own + 1 - (of_part.cumsum(0) - of_part)).repeat_interleave(of_part)
         other += torch.arange(len(edge), device=low.device)
         third = known.index_select(0, row.index_select(0, edge) + position.index_select(0, other))
-        kept = (third < cap).nonzero().view(-1)
+        kept = (third < count).nonzero().view(-1)
         edge, other, third = (each.index_select(0, kept) for each in (edge, other, third))
         ends = low.index_select(0, edge), high.index_select(0, edge), high.index_select(0, other)
         u, v, w = (layout.order.index_select(0, end) for end in ends)
-        color = (colors.index_select(0, edge) * cap + colors.index_select(0, other)) * cap + third
-        cell = batch.index_select(0, u) * multisets(cap) + table.index_select(0, color)
+        color = (colors.index_select(0, edge) * count + colors.index_select(0, other)) * count + third
+        cell = batch.index_select(0, u) * multisets(count) + table.index_select(0, color)
         yield torch.stack([u, v, w, cell])
+
+
+def common_triples(pairs: Tensor, batch: Tensor, cap: int, memory_limit: int) -> Iterator[Tensor]:
+    """Yield the triples all of whose pairs `near_pairs` gave by codegree, as [4, t]: three nodes, and (graph *
+    multisets + the multiset of their colours) * (cap + 1) + neighbours that all three have in common, up to the cap.
+    """
+    layout = Layout.of(batch)
+    words = _packed(layout.dense(pairs[:2, pairs[2] >= cap]))[:, layout.place]
+    for found in near_triples(pairs, batch, COLORS["codegree"](cap), memory_limit):
+        u, v, w, cell = found
+        common = torch.zeros_like(u)
+        for word in words:
+            common += _count_bits(word[u] & word[v] & word[w])
+        cell.mul_(cap + 1).add_(common.clamp_(max=cap))
+        yield found
 
 
 @dataclass
@@ -121,45 +128,6 @@ class Layout:
         both = self.place[torch.cat([edges, edges.flip(0)], 1)]
         ones = torch.ones(both.shape[1], device=edges.device)
         return torch.sparse_coo_tensor(both, ones, (len(self.order),) * 2, check_invariants=False)
-
-    def pairs(self) -> tuple[Tensor, Tensor]:
-        """Return the places [2, P] of all pairs of one graph, and how many nodes of it come after the second."""
-        after = self.sizes - self.position - 1
-        first = torch.arange(len(after), device=after.device).repeat_interleave(after)
-        shift = torch.arange(len(first), device=first.device) - (after.cumsum(0) - after)[first]
-        second = first + 1 + shift
-        return torch.stack([first, second]), after[second]
-
-
-@dataclass
-class _CommonNeighbours:
-    """Triples by edges among them, neighbours of all three, and neighbours of the three pairs, each up to the cap."""
-
-    adjacency: Tensor
-    colors: Tensor
-    words: Tensor
-    position: Tensor
-    table: Tensor
-    cap: int
-
-    @classmethod
-    def of(cls, layout: Layout, edges: Tensor, adjacency: Tensor, cap: int) -> _CommonNeighbours:
-        colors = (layout.sparse(edges) @ adjacency).to(torch.int64).clamp_(max=cap)
-        table = _multiset_numbers(cap + 1, edges.device)
-        return cls(adjacency.to(torch.int64), colors, _packed(adjacency), layout.position, table, cap)
-
-    def types(self, i: Tensor, j: Tensor, k: Tensor) -> Tensor:
-        """Return the type of each triple of places."""
-        of_pairs = self.table[_of_pairs(self.colors, self.position, i, j, k)]
-        edges = sum(_of_pairs(self.adjacency, self.position, i, j, k), torch.zeros_like(i))
-        common = torch.zeros_like(i)
-        for word in self.words:
-            common += _count_bits(word[i] & word[j] & word[k])
-        return (of_pairs * 4 + edges) * (self.cap + 1) + common.clamp_(max=self.cap)
-
-
-def _of_pairs(matrix: Tensor, position: Tensor, i: Tensor, j: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return matrix[i, position[j]], matrix[i, position[k]], matrix[j, position[k]]
 
 
 def _multiset_numbers(colors: int, device: torch.device) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 from ...compat import dispatch_modes_off, version_of
+from ...compat.quantized import why_overflow
 from ...interrupts import interruptible
 from ...operators import Unchanged, sample_of, why_unseen
 from ...runtime.graphs import copy_graph
@@ -228,6 +229,7 @@ def converted(
     with torch.inference_mode(False), torch.no_grad(), dispatch_modes_off():
         if reason := "a forked process has no threads of it" if is_forked() else engine.reason_against(dtype):
             raise RuntimeError(reason)
+        _check_8_bits(graph, tensors)
         for tensor in tensors:
             if _is_of_other_type(tensor):
                 raise OtherType(f"a parameter is of {str(tensor.dtype).removeprefix('torch.')}")
@@ -249,6 +251,15 @@ def converted(
             result.fix_where_faster()
         result.seconds = time.perf_counter() - start
         return result
+
+
+def _check_8_bits(graph: fx.Graph, tensors: Sequence[Tensor]) -> None:
+    """Raise a RuntimeError for layers in 8 bits whose sums would overflow, silently, in engines, too."""
+    if not any(getattr(node.target, "operator", "") == "static_int8" for node in graph.nodes):
+        return
+    for values in (each for each in tensors if each.dtype is torch.int8):
+        if reason := why_overflow(values):
+            raise RuntimeError(f"a layer of 8 bits: {reason}")
 
 
 class _Computation(nn.Module):

@@ -15,11 +15,10 @@ from ...cuda_ops.triples import (
     check_batch,
     check_edge_index,
     oriented_edges,
-    sums_by_type,
 )
 from ...errors import UsageError, positive_integer
 from .standardized import Standardized
-from .sums import sums_by_distance, sums_by_edges, weights_of
+from .sums import sums_by_codegree, sums_by_distance, sums_by_edges, weights_of
 
 __all__ = ["RO3Pooling"]
 
@@ -47,8 +46,8 @@ class RO3Pooling(nn.Module):
     - ``"distance"``: 20, by the lengths of the three shortest paths: 1, 2, 3, and more or no path. O(n m + n b^2)
       for a graph, with b nodes within the last distance of one.
     - ``"codegree"``: 120, by the number of edges, of neighbours that all three have in common, and of those of the
-      three pairs, the latter two up to 2. This is information about four nodes. O(n m + n^3) for a graph, n^3 once for
-      every 62 nodes.
+      three pairs, the latter two up to 2. This is information about four nodes. O(n m + n b^2) for a graph, n b^2 once
+      for every 62 nodes, with b nodes that are joined to one or have a neighbour in common with it.
 
     Self-loops are left out, and edges are read in either direction; an edge that is given several times has the mean of
     its weights. Sums are taken in float64 (float32 on devices without it). The result does not depend on the order of
@@ -162,9 +161,7 @@ class RO3Pooling(nn.Module):
         if self.structure == "distance":
             sums = sums_by_distance(counted, edges, batch, count, self.cap, self.memory_limit)
         elif self.structure == "codegree":
-            graph = (edges, batch, count)
-            flat = sums_by_type(counted, counted, counted, graph, self.structure, self.cap, self.memory_limit)
-            sums = flat.view(count, self.num_types, counted.shape[1])
+            sums = sums_by_codegree(counted, edges, batch, count, self.cap, self.memory_limit)
         else:
             weights = weights_of(edges, place, self._weights(edge_attr), exact)
             sums = sums_by_edges(counted, weights, edges, batch, count, self.memory_limit)

@@ -7,9 +7,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ...cuda_ops.triples import CLOSED, NEAR, near_pairs, sums_by_type
+from ...cuda_ops.triples import CLOSED, COLORS, COMMON, NEAR, TYPES, multisets, near_pairs, sums_by_type
 
-__all__ = ["sums_by_distance", "sums_by_edges", "weights_of"]
+__all__ = ["sums_by_codegree", "sums_by_distance", "sums_by_edges", "weights_of"]
 
 
 def sums_by_edges(x: Tensor, weights: Tensor, edges: Tensor, batch: Tensor, num_graphs: int, limit: int) -> Tensor:
@@ -45,52 +45,92 @@ def weights_of(edges: Tensor, place: Tensor, given: Tensor | None, dtype: torch.
 
 def sums_by_distance(x: Tensor, edges: Tensor, batch: Tensor, num_graphs: int, cap: int, limit: int) -> Tensor:
     """Return the sums of x_i x_j x_k over the triples by their three distances, up to the cap: [graphs, types, C].
-    Only triples all of whose nodes are near each other are listed: the sums over those with one or two near pairs
-    follow from sums over all that hold these pairs. Takes as `sums_by_edges`.
+    Takes as `sums_by_edges`.
     """
-    pairs = near_pairs(edges, batch, cap)
-    near, two, place = _numbering(cap)
-    first, second = x.new_tensor(two, dtype=torch.int64).unbind(1)
-    held = _sums_around(x, pairs, batch, num_graphs, cap, first, second)
-    powers, linear, squared, wedges = cast("list[Tensor]", held.split([3, cap, cap, len(two)]))
+    pairs = near_pairs(edges, batch, cap, "distance")
+    flat = sums_by_type(x, x, x, (pairs, batch, num_graphs), NEAR, cap, limit)
+    closed = flat.view(num_graphs, multisets(cap), x.shape[1]).transpose(0, 1).flatten(1)
+    found = torch.cat([closed, _with_others(x, pairs, batch, num_graphs, cap, closed)])
+    places = {three: number for number, three in enumerate(_near_and_others(cap))}
+    order = [places[three] for three in _threes(cap + 1)]
+    return found[pairs.new_tensor(order)].view(len(order), num_graphs, x.shape[1]).transpose(0, 1)
+
+
+def sums_by_codegree(x: Tensor, edges: Tensor, batch: Tensor, num_graphs: int, cap: int, limit: int) -> Tensor:
+    """Return the same by edges and neighbours in common: of the three pairs, and of all three, up to the cap.
+    A triple with neighbours that all three have in common has three near pairs.
+    """
+    pairs, count = near_pairs(edges, batch, cap, "codegree"), COLORS["codegree"](cap)
+    flat = sums_by_type(x, x, x, (pairs, batch, num_graphs), COMMON, cap, limit)
+    by_common = flat.view(num_graphs, multisets(count) * (cap + 1), x.shape[1]).transpose(0, 1).flatten(1)
+    closed = by_common.view(multisets(count), cap + 1, by_common.shape[1]).sum(1)
+    found = torch.cat([by_common, _with_others(x, pairs, batch, num_graphs, count, closed)])
+    types = TYPES["codegree"](cap)
+    sums = found.new_zeros(types, found.shape[1]).index_add(0, pairs.new_tensor(_types_of_codegree(cap)), found)
+    return sums.view(types, num_graphs, x.shape[1]).transpose(0, 1)
+
+
+def _types_of_codegree(cap: int) -> list[int]:
+    """Return the type of each sum: of triples with three near pairs by neighbours of all three, and of the others."""
+    numbers = {three: number for number, three in enumerate(_threes(cap + 1))}
+    far, types = COLORS["codegree"](cap), list[int]()
+    for three in _near_and_others(far):
+        pairs = [0 if color == far else color + 1 for color in three]
+        a, b, c = sorted([pair % (cap + 1) for pair in pairs])
+        first = (numbers[a, b, c] * 4 + sum(pair // (cap + 1) for pair in pairs)) * (cap + 1)
+        types += range(first, first + (1 if far in three else cap + 1))
+    return types
+
+
+def _twos(colors: int) -> list[tuple[int, int]]:
+    """Return the multisets of two of so many colours."""
+    return [(a, b) for a in range(colors) for b in range(a, colors)]
+
+
+def _threes(colors: int) -> list[tuple[int, int, int]]:
+    """Return the multisets of three of so many colours."""
+    return [(a, b, c) for a, b in _twos(colors) for c in range(b, colors)]
+
+
+def _near_and_others(far: int) -> list[tuple[int, int, int]]:
+    """Return the multisets of three of so many colours of near pairs, then of two, one and none of these with the next
+    one, which is that of all other pairs.
+    """
+    return [*_threes(far), *[(a, b, far) for a, b in _twos(far)], *[(a, far, far) for a in range(far)], (far, far, far)]
+
+
+def _with_others(x: Tensor, pairs: Tensor, batch: Tensor, num_graphs: int, colors: int, closed: Tensor) -> Tensor:
+    """Return the sums over triples with two near pairs, with one and with none, [multisets, graphs * C], in the order
+    of `_near_and_others`. They follow from sums over all triples that hold such pairs, and from those with three,
+    `closed`; so only these need be listed.
+    """
+    three, two = _threes(colors), _twos(colors)
+    first, second = x.new_tensor(two, dtype=torch.int64).view(-1, 2).unbind(1)
+    held = _sums_around(x, pairs, batch, num_graphs, colors, first, second)
+    powers, linear, squared, wedges = cast("list[Tensor]", held.split([3, colors, colors, len(two)]))
     triples = (powers[0] ** 3 - 3 * powers[0] * powers[1] + 2 * powers[2]) / 6
     with_pair = powers[0] * linear / 2 - squared
     with_two = torch.where((first == second).unsqueeze(1), (wedges - squared[first]) / 2, wedges)
-    closed = sums_by_type(x, x, x, (pairs, batch, num_graphs), NEAR, cap, limit)
-    closed = closed.view(num_graphs, len(near), x.shape[1]).transpose(0, 1).flatten(1)
     numbers = {pair: number for number, pair in enumerate(two)}
-    in_closed = [numbers[pair] for a, b, c in near for pair in ((a, b), (a, c), (b, c))]
+    in_closed = [numbers[pair] for a, b, c in three for pair in ((a, b), (a, c), (b, c))]
     with_two = with_two.index_add(0, first.new_tensor(in_closed), -closed.repeat_interleave(3, 0))
-    in_closed = [color for three in near for color in three]
+    in_closed = [color for each in three for color in each]
     with_pair = with_pair.index_add(0, first.new_tensor(in_closed), -closed.repeat_interleave(3, 0))
     with_pair = with_pair.index_add(0, torch.cat([first, second]), -with_two.repeat(2, 1))
     rest = triples - closed.sum(0) - with_two.sum(0) - with_pair.sum(0)
-    found = torch.cat([closed, with_two, with_pair, rest.unsqueeze(0)])
-    return found[first.new_tensor(place)].view(len(place), num_graphs, x.shape[1]).transpose(0, 1)
-
-
-def _numbering(cap: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]], list[int]]:
-    """Return the multisets of three and of two distances less 1 up to a cap, and where each type of triple is among
-    those with three near pairs, two, one and none.
-    """
-    two = [(a, b) for a in range(cap) for b in range(a, cap)]
-    near = [(a, b, c) for a, b in two for c in range(b, cap)]
-    every = [*near, *[(a, b, cap) for a, b in two], *[(a, cap, cap) for a in range(cap)], (cap, cap, cap)]
-    place = {three: number for number, three in enumerate(every)}
-    colors = range(cap + 1)
-    return near, two, [place[a, b, c] for a in colors for b in colors[a:] for c in colors[b:]]
+    return torch.cat([with_two, with_pair, rest.unsqueeze(0)])
 
 
 def _sums_around(
-    x: Tensor, pairs: Tensor, batch: Tensor, num_graphs: int, cap: int, first: Tensor, second: Tensor
+    x: Tensor, pairs: Tensor, batch: Tensor, num_graphs: int, colors: int, first: Tensor, second: Tensor
 ) -> Tensor:
-    """Return sums over nodes, [3 + cap + cap + pairs of colours, graphs * C]: of x, its square and cube, of both times
+    """Return sums over nodes, [3 + 2 colours + pairs of colours, graphs * C]: of x, its square and cube, of both times
     the sum S of neighbours by colour, and of x times S and S by pair of colours.
     """
     u, v, color = pairs
     ends, others = torch.cat([u, v]), torch.cat([v, u])
-    around = x.new_zeros(len(x) * cap, x.shape[1]).index_add(0, ends * cap + color.repeat(2), x[others])
-    own, around = x.unsqueeze(1), around.view(len(x), cap, x.shape[1])
+    around = x.new_zeros(len(x) * colors, x.shape[1]).index_add(0, ends * colors + color.repeat(2), x[others])
+    own, around = x.unsqueeze(1), around.view(len(x), colors, x.shape[1])
     linear = own * around
     of_nodes = torch.cat([own, own**2, own**3, linear, own * linear, linear[:, first] * around[:, second]], 1)
     sums = x.new_zeros(num_graphs, of_nodes.shape[1] * x.shape[1]).index_add(0, batch, of_nodes.flatten(1))

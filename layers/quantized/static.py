@@ -24,11 +24,11 @@ from ...compat.quantized import (
     runs_simulation,
     static_format,
     weight_by_pattern,
+    why_overflow,
     writes_fake_quantization,
 )
 from ...errors import GuardWarning, UsageError
 from ...operators import Cache
-from ...runtime.state import FORMATS
 from ..packed import BySettings
 from .activations import Range, from_numbers, to_numbers
 from .layer import HoldsWeight
@@ -44,10 +44,7 @@ _LEAST = 1e-12
 _SHAPES = 4
 """For so many shapes of its input a convolution keeps its weight packed: as much memory as in floats."""
 
-_EIGHT_BITS = (
-    "a layer of quantize{scheme=int8_static} has weights of 8 bits, whose sums overflow on this CPU without VNNI: it "
-    "computes in floats; quantize the model on this CPU to use its kernels"
-)
+_FLOATS = "a layer of 8 bits computes in floats, since {}; quantize the model on this CPU to use its kernels"
 
 _OF_KERNELS = (torch.uint8, torch.float32, torch.bfloat16)
 
@@ -114,7 +111,6 @@ class StaticComputation(BySettings):
         return self.kernel(x, held, form)
 
     def _sums_exactly(self, values: Tensor) -> bool:
-        """Say whether the kernel's sums hold numbers, which another CPU may have made."""
         return static_format() == "int8" or bool(self.sums.of(_fit_here, values))
 
     def kernel(self, x: Tensor, held: _Held, form: CallForm) -> Tensor:
@@ -160,11 +156,10 @@ def _has_kernel(x: Tensor) -> bool:
 
 
 def _fit_here(values: Tensor) -> bool:
-    """Say whether numbers are in the format of this CPU; warn where they are not."""
-    fit = not values.numel() or int(values.int().abs().max()) <= FORMATS[static_format()]
-    if not fit:
-        warnings.warn(_EIGHT_BITS, GuardWarning, stacklevel=2)
-    return fit
+    """Say whether the kernel's sums hold numbers, which a pickle may have from another CPU; warn where they do not."""
+    if reason := why_overflow(values):
+        warnings.warn(_FLOATS.format(reason), GuardWarning, stacklevel=2)
+    return not reason
 
 
 def _fake_quantized(weight: Tensor, scales: Tensor) -> Tensor:

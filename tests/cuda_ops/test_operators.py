@@ -49,8 +49,8 @@ EDGES = torch.tensor([[0, 0, 1, 2, 4, 4, 5, 3], [1, 2, 2, 3, 5, 6, 6, 3]])
 BATCH = torch.tensor([0, 0, 0, 0, 1, 1, 1])
 SIMPLE = torch.ops.fxopt.oriented_edges.default(EDGES, BATCH, 2, -1)[0]
 ORIENTED = torch.tensor([[0, 0, 1, 1, 2, 4, 4, 5], [1, 2, 2, 3, 3, 5, 6, 6]])
-NEAR = torch.ops.fxopt.near_pairs.default(SIMPLE, BATCH, 2)
-TRIPLES = (SIMPLE, BATCH, "codegree", 0, 2**20, [True] * 4)
+NEAR = torch.ops.fxopt.near_pairs.default(SIMPLE, BATCH, 2, "distance")
+COMMON = (torch.ops.fxopt.near_pairs.default(SIMPLE, BATCH, 0, "codegree"), BATCH, "common", 0, 2**20, [True] * 4)
 TRIANGLES = (SIMPLE, BATCH, "closed", 0, 2**20, [False, True, True, True])
 CALLS: dict[str, Mapping[str, Make]] = {
     "add": {
@@ -152,8 +152,9 @@ CALLS: dict[str, Mapping[str, Make]] = {
         "scalar": lambda t: (leaf(dtype=t), None, KEY),
     },
     "near_pairs": {
-        "two": lambda _: (SIMPLE, BATCH, 2),
-        "empty": lambda _: (SIMPLE[:, :0], BATCH[:0], 3),
+        "two": lambda _: (SIMPLE, BATCH, 2, "distance"),
+        "codegree": lambda _: (SIMPLE, BATCH, 2, "codegree"),
+        "empty": lambda _: (SIMPLE[:, :0], BATCH[:0], 3, "distance"),
     },
     "oriented_edges": {
         "two": lambda _: (EDGES, BATCH, 2, -1),
@@ -175,7 +176,7 @@ CALLS: dict[str, Mapping[str, Make]] = {
             2**20,
             [True] * 4,
         ),
-        "codegree": lambda t: (*(leaf(7, 2, dtype=t) for _ in range(3)), leaf(8, 2, dtype=t), *TRIPLES),
+        "common": lambda t: (*(leaf(7, 2, dtype=t) for _ in range(3)), leaf(2, 2, dtype=t), *COMMON),
     },
 }
 WITHOUT_VMAP = ("near_pairs", "oriented_edges", "triangles", "triple_products")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fxopt.cuda_ops import compiled, gpu
-from fxopt.cuda_ops.triples import CLOSED, cuda_kernel, oriented_edges, sums_by_type, triangles
+from fxopt.cuda_ops.triples import CLOSED, COMMON, cuda_kernel, near_pairs, oriented_edges, sums_by_type, triangles
 from fxopt.cuda_ops.triples.listing import listed_triangles
 from fxopt.cuda_ops.triples.products import triple_products_reference
 from fxopt.cuda_ops.triples.triangles import OrientedGraph, simple_edges
@@ -125,8 +125,8 @@ def test_other_triples_and_deterministic_sums_are_left_to_the_reference(host: On
     monkeypatch.setattr(cuda_kernel, "native", lambda _: pytest.fail("the kernel is asked"))
     edges, batch = GRAPHS["complete"]
     tables = [torch.randn(len(batch), 2) for _ in range(3)]
-    settings = (edges, batch, "codegree", 0, 2**20, [True] * 4)
-    for one in cuda_kernel.triple_products(*tables, torch.randn(8, 2), *settings):
+    settings = (near_pairs(edges, batch, 0, "codegree"), batch, COMMON, 0, 2**20, [True] * 4)
+    for one in cuda_kernel.triple_products(*tables, torch.randn(2, 2), *settings):
         assert one.shape[1] == 2
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     rows = torch.randn(edges.shape[1], 2)

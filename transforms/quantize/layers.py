@@ -47,6 +47,9 @@ _EXPERTS = "its experts' weights are stacked ({}), and there is no kernel for ba
 _STACKED = "the weights of its members are stacked, and there is no kernel for batched products of small numbers"
 
 
+_OF_GEOMETRIC = "it is a Linear of torch_geometric; only nn.Linear and the Conv1D of transformers are replaced"
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A layer to replace, with the weights to quantize by name; `stays`: a weight that others have too may stay."""
@@ -160,6 +163,9 @@ def _objection(module: nn.Module) -> str:
         return _STACKED
     if isinstance(module, nn.MultiheadAttention):
         return _ONE_FUNCTION
+    kind = user_class(type(module))
+    if kind.__name__ == "Linear" and kind.__module__.startswith("torch_geometric."):
+        return _OF_GEOMETRIC
     is_other = isinstance(module, nn.Bilinear) or layer_of(module) is not None
     names = [] if is_other else stacked_weights(module)
     return _EXPERTS.format(" and ".join(names)) if names else ""

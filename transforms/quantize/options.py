@@ -149,7 +149,11 @@ def check_options(options: Options) -> None:
 def _check_method(options: Options) -> None:
     method, scheme = options.method, options.scheme
     if method in _OF_METHOD and scheme not in _OF_METHOD[method]:
-        raise _wrong(f"method={method} is for scheme={' or '.join(_OF_METHOD[method])}, not for {scheme}")
+        able = ["rtn", *(name for name, schemes in _OF_METHOD.items() if scheme in schemes)]
+        raise _wrong(
+            f"method={method} is for scheme={' or '.join(_OF_METHOD[method])}, not for {scheme}, which takes "
+            f"method={' or '.join(able)}"
+        )
     check_options_read("quantize", options, "method", _READ_BY_METHOD)
     if options.alpha is not None and not 0 <= options.alpha <= 1:
         raise _wrong(f"alpha={options.alpha}; give a number from 0 (all to the weights) to 1")

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from fxopt.errors import EngineWarning
 from fxopt.layers.delegated import DelegatedRegion, Engine, OtherSizes
 from fxopt.layers.delegated import region as region_module
+from fxopt.layers.quantized import Range, StaticLinear
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
@@ -421,3 +422,15 @@ def test_an_engine_that_is_too_far_off_is_not_prepared(engine: Fake) -> None:
     engine.off = 0.5
     with pytest.raises(RuntimeError, match="something else"):
         region.prepare([X], [of.weight, of.bias])
+
+
+def test_layers_in_8_bits_are_refused_where_sums_overflow(engine: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = StaticLinear(torch.ones(4, 4, dtype=torch.int8), torch.ones(4), None, torch.float32, Range(0.1, 0))
+    graph = fx.Graph()
+    graph.output((graph.call_function(linear.computation, tuple(graph.placeholder(name) for name in "xwsb")),))
+    values = torch.full((4, 4), 64, dtype=torch.int8)
+    region, tensors = DelegatedRegion("fake", graph, 1), [values, torch.ones(4), torch.zeros(4)]
+    monkeypatch.setattr("fxopt.compat.quantized.static_format", lambda: "int7")
+    with pytest.raises(RuntimeError, match="a layer of 8 bits: its weight has 8 bits, whose sums overflow"):
+        region.prepare([X.abs()], tensors)
+    assert not engine.compiled

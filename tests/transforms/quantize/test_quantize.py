@@ -485,6 +485,16 @@ def test_fused_members_are_refused():
     assert ("refused", stacked) in decisions(fast)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_layers_of_torch_geometric_are_named():
+    geometric: Any = pytest.importorskip("torch_geometric.nn")
+    given = {"x": torch.randn(6, 16), "edge_index": torch.tensor([[0, 1, 2, 3, 4], [1, 2, 3, 4, 5]])}
+    fast = fxopt.optimize(geometric.GCN(16, 32, 2, 8).eval(), "quantize", example_inputs=given, measure=False)
+    reasons = {each.label: each.reason for each in fxopt.plan(fast).decisions}
+    assert reasons.keys() == {"convs.0.lin", "convs.1.lin"}
+    assert all("it is a Linear of torch_geometric" in reason for reason in reasons.values())
+
+
 def test_float64_is_refused():
     fast = quantized(Net(torch.float64).eval(), x=X.double())
     assert all("convert it to float32" in reason for _, reason in decisions(fast))
