@@ -17,12 +17,17 @@ from ...errors import one_line
 from ...interrupts import interruptible
 from .engine import Engine
 from .one_thread import OneThread, numbers_of
+from .result_memory import ResultMemory, is_large
 
 __all__ = ["OpenVINO"]
 
 _PLACES = re.compile(r"(?:Exception from \S+:\d+:|Caught exception:)\s*")
 """What texts of errors have of the code that raised."""
 
+_MOST_LARGE = 8
+"""For so many shapes of inputs large results are written into memory of torch, by a request for each."""
+
+_Shapes = tuple[torch.Size, ...]
 _TELEMETRY = "openvino_telemetry"
 _PRECISION = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "f32"}
 """Of what is computed in floats."""
@@ -81,7 +86,8 @@ def _core(openvino: Any) -> Any:
 
 
 class _Session:
-    """A request for each thread, on memory of torch: inputs are shared, results are written into new tensors.
+    """A request for each thread, on memory of torch: inputs are shared, large results are written into it, small ones
+    copied.
 
     With one thread, `infer` tells of no error: it leaves the results of the call before, and the failed computation in
     a queue, where it is tried again in place of later calls, also of other models (seen in 2026.4.1; a crash where the
@@ -94,7 +100,8 @@ class _Session:
         self._openvino, self._model, self._settings, self._tensor = openvino, model, settings, openvino.Tensor
         self._compiled: Any = None
         self._outputs = range(len(model.outputs))
-        self._computed = set[tuple[torch.Size, ...]]()  # shapes that it can compute
+        self._computed = set[_Shapes]()  # those of inputs that it can compute
+        self._large: dict[_Shapes, list[tuple[torch.Size, torch.dtype]]] = {}  # what results are then, where large
         self._failed = ""
         self._local, self._one_at_a_time = threading.local(), threading.Lock()
 
@@ -116,18 +123,39 @@ class _Session:
         return self._compiled.create_infer_request()
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        shapes = tuple([value.shape for value in inputs])
+        if shapes in self._large:
+            return self._into_memory(inputs, shapes)
         request = getattr(self._local, "request", None)
         if request is None:
             request = self._local.request = self._request()
-        for place, value in enumerate(inputs):
-            request.set_input_tensor(place, self._tensor(value.numpy(), shared_memory=True))
-        with self._one_at_a_time:  # as the engine does anyway; so none computes while another fails
-            self._compute(request, tuple([value.shape for value in inputs]))
+        self._compute(request, inputs, shapes)
         results = [torch.from_numpy(request.get_output_tensor(place).data) for place in self._outputs]
+        if is_large(results) and len(self._large) < _MOST_LARGE:
+            self._large[shapes] = [(result.shape, result.dtype) for result in results]
         with OneThread(numbers_of(results)):
             return [result.clone() for result in results]  # the request writes to these again at its next call
 
-    def _compute(self, request: Any, shapes: tuple[torch.Size, ...]) -> None:
+    def _into_memory(self, inputs: Sequence[Tensor], shapes: _Shapes) -> list[Tensor]:
+        """Return large results in the memory that they are written into."""
+        known = self._local.__dict__.setdefault("direct", {})
+        if shapes not in known:
+            known[shapes] = self._request(), ResultMemory(self._large[shapes])
+        request, memory = known[shapes]
+        results = memory.lend()
+        for place, result in enumerate(results):
+            request.set_output_tensor(place, self._tensor(result.numpy(), shared_memory=True))
+        self._compute(request, inputs, shapes)
+        return results
+
+    def _compute(self, request: Any, inputs: Sequence[Tensor], shapes: _Shapes) -> None:
+        """Compute with inputs of such shapes."""
+        for place, value in enumerate(inputs):
+            request.set_input_tensor(place, self._tensor(value.numpy(), shared_memory=True))
+        with self._one_at_a_time:  # as the engine does anyway; so none computes while another fails
+            self._infer(request, shapes)
+
+    def _infer(self, request: Any, shapes: _Shapes) -> None:
         """Compute with the inputs that a request has."""
         if shapes in self._computed:
             request.infer()
