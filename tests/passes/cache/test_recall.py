@@ -15,7 +15,7 @@ from torch import nn
 
 import fxopt
 from fxopt.passes.contract import Pass
-from fxopt.passes.driver import RunContext
+from fxopt.passes.driver import Manager, RunContext
 from fxopt.passes.timing import Runner, TimeBudget
 from fxopt.passes.verification import Original
 from fxopt.testing import assert_equivalent
@@ -254,7 +254,8 @@ def test_a_smaller_call_tells_of_rounding_where_no_time_is_left_for_the_example(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules[Original.__module__], "CLOSE", {torch.float32: 0.0})  # all is looked at closely
-    monkeypatch.setattr("fxopt.passes.driver.whole_model.final_check.FinalCheck._fits_as_usual", lambda *_: False)
+    check: Any = vars(sys.modules[Manager.__module__])["FinalCheck"]
+    monkeypatch.setattr(check, "_fits_as_usual", lambda *_: False)
     model = net()
     first = fast(model, "fold_batchnorm", measure=False)
     assert any(decision.status == "applied" for decision in fxopt.plan(first).decisions)
