@@ -24,7 +24,8 @@ BY_ROWS, BY_SUMS = "parallel{shard=2,experts=true}", "parallel{tensor=2}"
 FUSE = "fuse_experts{lowering=loop}"
 CASES = [
     ("layers", BY_ROWS), ("layers", BY_SUMS), ("loop", f"{FUSE},{BY_ROWS}"), ("loop", f"{FUSE},{BY_SUMS}"),
-    ("qwen", f"{FUSE},{BY_ROWS}"), ("ensembles", f"fuse_ensembles{{lowering=bmm}},{BY_SUMS}"),
+    ("qwen", f"{FUSE},{BY_ROWS}"), ("mixtral", f"{FUSE},{BY_ROWS}"), ("mixtral", f"{FUSE},{BY_SUMS}"),
+    ("ensembles", f"fuse_ensembles{{lowering=bmm}},{BY_SUMS}"),
 ]  # fmt: skip
 
 
@@ -123,7 +124,19 @@ def wanted(model: nn.Module, x: Tensor, parts: int) -> None:
         (loss_of(model, x[rank::parts]) / parts).backward()
 
 
-MODELS = {"layers": layers, "loop": loop, "qwen": qwen, "ensembles": ensembles}
+def mixtral() -> tuple[nn.Module, Tensor]:
+    """As transformers computes it by default: by products of groups, which torch has not in float64."""
+    import transformers as tf
+
+    torch.manual_seed(0)
+    config = tf.MixtralConfig(
+        hidden_size=16, intermediate_size=12, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=4, use_cache=False, vocab_size=32, output_router_logits=True, router_aux_loss_coef=0.1,
+    )  # fmt: skip
+    return tf.MixtralForCausalLM(config).train(), torch.randint(3, 32, (4, 6))
+
+
+MODELS = {"layers": layers, "loop": loop, "qwen": qwen, "mixtral": mixtral, "ensembles": ensembles}
 
 
 def on_rank_trained() -> dict[str, Any]:
@@ -135,7 +148,7 @@ def on_rank_trained() -> dict[str, Any]:
         model, x = MODELS[make]()
         plain, start = copy.deepcopy(model), copy.deepcopy(model.state_dict())
         own, theirs = (torch.optim.SGD(each.parameters(), 1.0, 0.9, foreach=True) for each in (model, plain))
-        inputs = {"input_ids": x, "labels": x} if make == "qwen" else x
+        inputs = {"input_ids": x, "labels": x} if x.dtype == torch.long else x
         fast = fxopt.optimize(model, text, example_inputs=inputs, optimizer=own, measure=False)
         wanted(plain, x, parts)
         loss_of(fast, own_rows(x) if parts == 2 else x).backward()
@@ -225,7 +238,7 @@ def test_dealt_experts_and_members_train_as_in_one_process(of_ranks: list[dict[s
     for each in of_ranks:
         for name, (errors, sizes, named) in each["trained"].items():
             assert not named, (name, named)
-            assert max(errors.values()) < 1e-9, (name, errors)
+            assert max(errors.values()) < (1e-5 if "mixtral" in name else 1e-9), (name, errors)
             assert sizes and set(sizes) == {(2, 4)}, (name, sizes)
             assert len(sizes) == (8 if "ensembles" in name else len(sizes)), "all four ensembles are split"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import fxopt
 from fxopt.runtime.graphs import capture_of
@@ -22,6 +22,13 @@ def llama(layers: int = 8) -> LlamaForCausalLM:
     config = LlamaConfig(num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=8, **sizes)
     with torch.device("meta"):
         return LlamaForCausalLM(config).train()
+
+
+def mixtral() -> MixtralForCausalLM:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 64, "num_local_experts": _RANKS}
+    config = MixtralConfig(num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8, **sizes)
+    with torch.device("meta"):
+        return MixtralForCausalLM(config).train()
 
 
 def batch() -> dict[str, object]:
@@ -46,6 +53,24 @@ def test_layers_that_differ_in_their_number_share_their_graphs():
 def test_layers_whose_number_is_read_do_not_share():
     program = fxopt.capture(llama(3), {**batch(), "use_cache": True})
     assert len({id(capture_of(layer.self_attn)) for layer in program.model.model.layers}) == 3
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_are_planned(dtype: torch.dtype):
+    text = f"fuse_experts{{lowering=loop}},parallel{{shard={_RANKS},experts=true}}"
+    fast = fxopt.optimize(mixtral().to(dtype), text, example_inputs=batch())
+    assert f"experts of 2 mixtures dealt to {_RANKS}" in str(fxopt.report(fast))
+    experts = fast.model.layers[1].mlp.experts
+    assert experts.down_proj.shape == (_RANKS, 32, 64)
+    assert experts.down_proj.to_local().shape == (1, 32, 64)
+
+
+def test_experts_that_decide_by_data_say_what_to_do():
+    model = mixtral()
+    model.set_experts_implementation("eager")
+    with pytest.raises(fxopt.InputError, match="keep experts_implementation=grouped_mm, which decides by none"):
+        fxopt.optimize(model, "eliminate_dead_code", example_inputs=batch())
 
 
 @pytest.mark.usefixtures("ranks")

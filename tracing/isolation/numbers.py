@@ -18,8 +18,10 @@ _MOST = 1 << 20
 _NUMBERS = "_fxopt_numbers"
 _UNKNOWN = (
     "it decides by numbers that a model on the meta device does not have; give example inputs with data, on the CPU; "
-    "if the numbers come from weights, use a smaller model of the same class that has its weights"
+    "if the numbers come from weights, use a smaller model of the same class that has its weights; of a mixture of "
+    "transformers, keep experts_implementation=grouped_mm, which decides by none"
 )
+_ASKS = ("aten::_local_scalar_dense", "aten::nonzero")
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
@@ -40,9 +42,7 @@ class KnownNumbers(DispatchMode):
         kwargs = kwargs or {}
         known = _known(func, args, kwargs)
         if known is None:
-            if operator_name(func) == "aten::_local_scalar_dense" and args[0].is_meta:
-                raise RuntimeError(_UNKNOWN)
-            return func(*args, **kwargs)
+            return _without_numbers(func, args, kwargs)
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, NotImplementedError):  # the result is read from the numbers, or its shape depends on them
@@ -53,6 +53,21 @@ class KnownNumbers(DispatchMode):
             for tensor, numbers in zip(made, _tensors([_on_cpu(func, args, kwargs, known)]), strict=True):
                 _keep(tensor, numbers)
         return result
+
+
+def _without_numbers(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    name = operator_name(func)
+    if name in _ASKS and args[0].is_meta:
+        raise RuntimeError(_UNKNOWN)
+    if name == "aten::_grouped_mm" and args[0].is_meta:
+        return _grouped_product(*args, **kwargs)
+    return func(*args, **kwargs)
+
+
+def _grouped_product(one: Tensor, other: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """Return a product of groups without numbers: torch's own is for bfloat16 alone on the meta device."""
+    groups = (offs.shape[0],) if offs is not None and one.ndim == other.ndim == 2 else one.shape[: one.ndim - 2]
+    return one.new_empty((*groups, one.shape[-2], other.shape[-1]))
 
 
 def _known(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int, Tensor] | None:

@@ -23,11 +23,13 @@ from .members import Items, family_of, find_sources
 from .mixtures import Mixture, check_decisions, check_loop, routing_over, routings_to
 from .rounds import Loop, find_loop, is_dropout
 from .routing import routing_of
-from .template import description, template_of
+from .template import description, is_grouped_product, template_of
 from .unrolling import Unrolled, Unroller, unrolling
 
-__all__ = ["find_mixtures", "mixture_at"]
+__all__ = ["GROUPED", "find_mixtures", "mixture_at"]
 
+GROUPED = "its experts are multiplied together already (grouped_mm)"
+"""Why a mixture stays where no lowering is asked for."""
 
 _ROUTES = frozenset(("where", "nonzero", "index_add", "index_add_", "any", "one_hot"))
 """Names that occur in loops over experts, where a forward can be known by its names only."""
@@ -99,8 +101,8 @@ class _MixtureReader:
     def read(self) -> Mixture | str | None:
         reason, is_opaque = None, capture_of(self.module) is None
         graphs = () if is_opaque else [each.graph for each in required_capture(self.module).specializations]
-        if any("grouped_mm" in getattr(node.target, "__name__", "") for graph in graphs for node in graph.nodes):
-            return "its experts are multiplied together already (grouped_mm)"
+        if any(is_grouped_product(node) for graph in graphs for node in graph.nodes):
+            return GROUPED
         for opened in self._openings():
             try:
                 return self._read(opened)
@@ -209,7 +211,7 @@ def _mixture(name: str, unrolled: Unrolled, loop: Loop, capacity: Bound | None) 
     wanted = first.scale, description(first, unrolled)
     if any((each.scale, description(each, unrolled)) != wanted for each in others):
         raise MatchFailure(_odd_one(unrolled) or "its experts do not all compute the same")
-    template = template_of(first, loop, unrolled)
+    template = template_of(first, loop.joined, unrolled.module, unrolled.sources, unrolled.values)
     counts = {s.count for layer in template.layers for s in (layer.weight, layer.bias) if s is not None}
     if len(counts) > 1:
         raise MatchFailure("its experts have different numbers of tensors")

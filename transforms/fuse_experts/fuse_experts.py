@@ -11,14 +11,17 @@ from typing import ClassVar, cast
 from torch import nn
 
 from ...compat import has_hooks, modules_by_name
+from ...errors import MatchFailure
 from ...layers import moe
 from ...layers.members import settings_of
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit, reason_against_stacking
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
+from ...runtime.graphs import specializations_of
 from ...runtime.values import qualified, user_class
 from ...tracing.program import Program
-from .find import find_mixtures, mixture_at
+from .find import GROUPED, find_mixtures, mixture_at
+from .grouped import grouped_experts, write_grouped
 from .members import Items
 from .mixtures import Mixture
 from .write import write
@@ -61,6 +64,9 @@ class FuseExperts(Pass):
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         for found in find_mixtures(program):
             owner, reason = (found.owner, _reason_against(found, program)) if isinstance(found, Mixture) else found
+            if reason is GROUPED and self.lowering is not Lowering.AUTO:
+                yield from self._grouped(program, owner)
+                continue
             if reason is not None or not isinstance(found, Mixture):
                 yield Refusal(reason or "", owner or "(root)")
                 continue
@@ -71,17 +77,35 @@ class FuseExperts(Pass):
                 detail=f"{found.count} experts, {len(found.template.layers)} linear layers each",
             )  # fmt: skip
 
+    def _grouped(self, program: Program, owner: str) -> Iterator[Site | Refusal]:
+        """Yield the graphs of a module whose products are grouped already: what is named is taken instead."""
+        module = program.module(owner)
+        hooked = _hooked(module)
+        if hooked is not None:
+            yield Refusal(hooked, owner or "(root)")
+            return
+        for number, each in enumerate(specializations_of(module)):
+            try:
+                found = grouped_experts(module, each.graph)
+            except MatchFailure as failure:
+                yield Refusal(str(failure), owner or "(root)")
+                continue
+            yield Site(
+                program, owner, {"result": found.result.name}, number, choices=(self.lowering.value,), required=True,
+                detail=f"{found.count} experts, {len(found.template.layers)} linear layers each, grouped before",
+            )  # fmt: skip
+
     def rewrite(self, site: Site, edit: Edit) -> None:
+        if site.nodes:
+            write_grouped(cast("moe.Lowering", site.choice or site.choices[0]), edit)
+            return
         found = site.found if isinstance(site.found, Mixture) else mixture_at(site.program, site.owner)
         lowering = cast("moe.Lowering", site.choice or site.choices[0])
         write(found, lowering, edit, always=self.lowering is not Lowering.AUTO)
 
 
 def _unlike(mixture: Mixture, module: nn.Module) -> str | None:
-    """Return what keeps modules of experts from being computed as one of them is, hooks above all."""
-    hooked = next((path for path, inner in modules_by_name(module).items() if path and has_hooks(inner)), None)
-    if hooked is not None:
-        return f"'{hooked}' has hooks"
+    """Return what keeps modules of experts from being computed as one of them is."""
     for family in dict.fromkeys((each.container, each.names) for each in mixture.separate):
         items = Items(*family)
         first, *others = (module.get_submodule(items.path(expert)) for expert in range(items.count))
@@ -89,6 +113,12 @@ def _unlike(mixture: Mixture, module: nn.Module) -> str | None:
             if _settings(other) != _settings(first):
                 return f"experts are set up differently: '{items.path(0)}' and '{items.path(number)}'"
     return None
+
+
+def _hooked(module: nn.Module) -> str | None:
+    """Return that a module inside another one has hooks, which would not be called."""
+    hooked = next((path for path, inner in modules_by_name(module).items() if path and has_hooks(inner)), None)
+    return None if hooked is None else f"'{hooked}' has hooks"
 
 
 def _settings(expert: nn.Module) -> list[object]:
@@ -103,7 +133,7 @@ def _reason_against(mixture: Mixture, program: Program) -> str | None:
     module = program.module(mixture.owner)
     if mixture.template.idle and program.training:
         return "its experts draw random numbers in training (dropout)"
-    odd = _unlike(mixture, module)
+    odd = _hooked(module) or _unlike(mixture, module)
     if odd is not None:
         return odd
     idle = sorted(set(range(mixture.count)) - mixture.reached)

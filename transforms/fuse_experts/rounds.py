@@ -16,7 +16,7 @@ from ...runtime.values import tensors_in
 from .members import operands
 from .unrolling import Unrolled
 
-__all__ = ["Loop", "Round", "draws", "dropping_module", "find_loop", "is_dropout"]
+__all__ = ["Joined", "Loop", "Round", "draws", "dropping_module", "find_loop", "is_dropout"]
 
 _TRAINS_BY_DEFAULT = {"dropout": True, "alpha_dropout": False}
 """Functions that drop elements -> what they take the mode for where a call does not say it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,13 +13,13 @@ from torch import Tensor, fx, nn
 from ...compat import all_modules, own_tensor
 from ...errors import MatchFailure
 from ...layers.moe import apply_linear
-from ...operators import canonical_name, info_of, operator_info, operator_of_module
+from ...operators import canonical_name, info_of, mutates, operator_info, operator_of_module
 from ...runtime.values import all_tensors
 from .members import Items, Slices, Source, operands
-from .rounds import Loop, Round, draws, is_dropout
+from .rounds import Joined, Round, draws, is_dropout
 from .unrolling import Unrolled
 
-__all__ = ["ExpertTemplate", "description", "template_of"]
+__all__ = ["ExpertTemplate", "description", "is_grouped_product", "template_of"]
 
 _ALONG = {"chunk": 2, "split": 2, "softmax": 1, "log_softmax": 1, "glu": 1, "cat": 1}
 """Operations along one dimension, and which argument says it."""
@@ -66,15 +66,34 @@ def description(each: Round, call: Unrolled) -> tuple[Any, ...]:
     return tuple(steps)
 
 
-def template_of(each: Round, loop: Loop, call: Unrolled) -> ExpertTemplate:
-    """Return what an expert computes: rows through linear layers, with operations row by row, or raise MatchFailure."""
-    return _TemplateWriter(each, loop, call).template()
+def template_of(
+    each: Round,
+    joined: Mapping[fx.Node, Joined],
+    owner: nn.Module,
+    sources: Mapping[fx.Node, tuple[Source, int]],
+    values: Mapping[fx.Node, Any],
+) -> ExpertTemplate:
+    """Return what an expert computes: rows through linear layers, with operations row by row, or raise MatchFailure.
+    `owner`: whose graph it is; `sources`: which of its nodes belong to an expert; `values`: what nodes gave.
+    """
+    return _TemplateWriter(each, joined, owner, sources, values).template()
+
+
+def is_grouped_product(node: fx.Node) -> bool:
+    """Say whether a node multiplies rows that are sorted by expert with the weights of all experts."""
+    return node.op == "call_function" and "grouped_mm" in getattr(node.target, "__name__", "")
 
 
 class _TemplateWriter:
-    def __init__(self, each: Round, loop: Loop, call: Unrolled) -> None:
-        self.joined = loop.joined
-        self.round, self.owner, self.sources, self.values = each, call.module, call.sources, call.values
+    def __init__(
+        self,
+        each: Round,
+        joined: Mapping[fx.Node, Joined],
+        owner: nn.Module,
+        sources: Mapping[fx.Node, tuple[Source, int]],
+        values: Mapping[fx.Node, Any],
+    ) -> None:
+        self.round, self.joined, self.owner, self.sources, self.values = each, joined, owner, sources, values
         self.graph = fx.Graph()
         self.rows = self.graph.placeholder("rows")
         self.linears = self.graph.placeholder("linears")
@@ -102,12 +121,14 @@ class _TemplateWriter:
         elif operands(node)[:1] and operands(node)[0] in self.tensors and _turns(node, name):
             source, turned = self.tensors[operands(node)[0]]
             self.tensors[node] = source, not turned
+        elif name == "to" and self._is_type_of_weights(operands(node)[1:]):
+            self.new[node] = self._value(operands(node)[0])
         elif node.op == "call_module":
             self._module(node)
         elif name == "linear":
             given = dict(zip(("input", "weight", "bias"), operands(node), strict=False)) | dict(node.kwargs)
             self._linear(node, given["input"], given["weight"], given.get("bias"))
-        elif name in ("matmul", "mm") and operands(node)[1] in self.tensors:
+        elif (name in ("matmul", "mm") or is_grouped_product(node)) and operands(node)[1] in self.tensors:
             source, turned = self.tensors[operands(node)[1]]
             self._layer(node, operands(node)[0], ExpertLinear(source, transposed=not turned))
         elif name == "add" and self._bias(node):
@@ -144,12 +165,19 @@ class _TemplateWriter:
         self.results[node] = layer
         self.new[node] = self.graph.call_function(apply_linear, (self.linears, number, self._value(rows)))
 
+    def _is_type_of_weights(self, given: Sequence[Any]) -> bool:
+        """Say whether a cast is to the type that the weights have: linear layers see to that."""
+        of = given[0] if len(given) == 1 and isinstance(given[0], fx.Node) else None
+        return of is not None and of.target is getattr and of.args[1] == "dtype" and of.args[0] in self.tensors
+
     def _bias(self, node: fx.Node) -> bool:
         """Let the vector of an expert that is added to the result of a linear layer be its bias."""
         vectors = [a for a in operands(node) if a in self.tensors]
         rest = [a for a in operands(node) if a not in vectors]
         layer = self.results.get(rest[0]) if len(vectors) == len(rest) == 1 else None
-        if layer is None or layer.bias is not None or len(rest[0].users) > 1:
+        if layer is None or layer.bias is not None:
+            return False
+        if len(rest[0].users) > 1 and not (mutates(node) and next(iter(rest[0].users)) is node):
             return False
         layer.bias = self.tensors[vectors[0]][0]
         self.new[node] = self.new[rest[0]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from .members import Items, Source, operands
 from .mixtures import Mixture, assigned
 from .rounds import dropping_module
 
-__all__ = ["write"]
+__all__ = ["sweep", "write"]
 
 
 def write(mixture: Mixture, lowering: Lowering, edit: Edit, *, always: bool) -> None:
@@ -130,29 +130,33 @@ class _Rewrite:
 
     def _sweep(self) -> None:
         """Take away what only the loop needed."""
-        live = self._live()
         values = self.mixture.unrolled.values
         plain = {self.new[node] for node in self.new if isinstance(values.get(node), (int, float))}
-        for node in reversed(self.graph.nodes):
-            if node in live or node.op in ("placeholder", "output"):
-                continue
-            if node.op == "call_function" and node.target is require and _needs(node, plain) <= live:
-                live.update(upwards(node))
-                continue
-            self.graph.erase_node(node)
-
-    def _live(self) -> set[fx.Node]:
-        writes = {self.new[w] for w in self.mixture.loop.writes}
-
-        def kept_with(node: fx.Node) -> list[fx.Node]:
-            # What is written in place into something that is still read stays, too.
-            writing = [user for user in node.users if operands(user)[:1] == (node,) and mutates(user)]
-            return [*node.all_input_nodes, *(user for user in writing if user not in writes)]
-
-        return set(reached([self.graph.output_node(), *assigned(self.graph)], kept_with))
+        sweep(self.graph, {self.new[w] for w in self.mixture.loop.writes}, plain)
 
 
-def _needs(check: fx.Node, plain: set[fx.Node]) -> set[fx.Node]:
+def sweep(graph: fx.Graph, writes: Collection[fx.Node] = (), plain: Collection[fx.Node] = ()) -> None:
+    """Take away what nothing needs, checks of it, and `writes` where nothing reads them; `plain`: nodes of numbers."""
+    live = _live(graph, writes)
+    for node in reversed(graph.nodes):
+        if node in live or node.op in ("placeholder", "output"):
+            continue
+        if node.op == "call_function" and node.target is require and _needs(node, plain) <= live:
+            live.update(upwards(node))
+            continue
+        graph.erase_node(node)
+
+
+def _live(graph: fx.Graph, writes: Collection[fx.Node]) -> set[fx.Node]:
+    def kept_with(node: fx.Node) -> list[fx.Node]:
+        # What is written in place into something that is still read stays, too.
+        writing = [user for user in node.users if operands(user)[:1] == (node,) and mutates(user)]
+        return [*node.all_input_nodes, *(user for user in writing if user not in writes)]
+
+    return set(reached([graph.output_node(), *assigned(graph)], kept_with))
+
+
+def _needs(check: fx.Node, plain: Collection[fx.Node]) -> set[fx.Node]:
     """Return what a check reads that is more than a look at it, or arithmetic with `plain` numbers."""
 
     def only_looks(node: fx.Node) -> bool:

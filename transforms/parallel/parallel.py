@@ -154,8 +154,7 @@ class Parallel(Pass):
         if self.experts and not mixtures:
             raise UsageError(
                 "pass 'parallel': experts=true, and the model has no experts that fuse_experts computes together; list "
-                "fuse_experts{lowering=loop} before it, for a model of transformers after "
-                'model.set_experts_implementation("eager"); listed alone, it says why it refuses; or leave experts out'
+                "fuse_experts{lowering=loop} before it (listed alone, it says why it refuses), or leave experts out"
             )
         yield from refusals
         return mixtures

@@ -50,7 +50,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "nllb_moe": ("NllbMoe", "ForConditionalGeneration", {"d_model": 32, "num_experts": 4, "vocab_size": 64, **NLLB}),
 }  # fmt: skip
 STACKED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
-FORMS = [*((family, "eager") for family in FAMILIES), *share(4, ((family, "batched_mm") for family in STACKED))]
+FORMS = [
+    *((family, "eager") for family in FAMILIES),
+    *share(4, ((family, form) for family in STACKED for form in ("batched_mm", "grouped_mm"))),
+]
 
 
 def model_of(family: str, implementation: str) -> nn.Module:
