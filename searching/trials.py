@@ -7,10 +7,12 @@ import itertools
 import json
 import math
 import random
+import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,8 @@ _SEEDS = 2**32
 """Samplers take so many seeds."""
 _STALE = timedelta(minutes=10)
 """A trial that began earlier is taken for that of a process that has died."""
+_OPENINGS, _PAUSE = 5, 0.3
+"""A database is opened so often, with so many seconds between."""
 _TRIES = 8
 """After so many choices that were tried already, or cannot be, any other one is taken."""
 _MOST = 2000
@@ -205,9 +209,7 @@ def _opened(of: str, folder: Path | None, seed: int) -> Study:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             storage = f"sqlite:///{(folder / 'trials.sqlite').resolve()}"
-        study = optuna.create_study(
-            storage=storage, study_name=_NAME, load_if_exists=True, directions=["minimize", "minimize"]
-        )
+        study = _created(storage)
         done = len(study.get_trials(deepcopy=False))
         if study.user_attrs.setdefault(_OF, of) != of:
             raise UsageError(
@@ -221,6 +223,21 @@ def _opened(of: str, folder: Path | None, seed: int) -> Study:
         raise InputError(f"storage={str(folder)!r} cannot be used: {said}; name another folder") from error
     study.sampler = optuna.samplers.TPESampler(seed=(seed + done) % _SEEDS)
     return study
+
+
+def _created(storage: str | None) -> Study:
+    """Return the study of a database; where several processes make its tables at once, late ones try again."""
+    import optuna
+    from sqlalchemy.exc import IntegrityError, OperationalError
+
+    make = partial(
+        optuna.create_study, storage=storage, study_name=_NAME, load_if_exists=True, directions=["minimize", "minimize"]
+    )
+    for _ in range(_OPENINGS - 1):
+        with suppress(IntegrityError, OperationalError):
+            return make()
+        time.sleep(_PAUSE)
+    return make()
 
 
 def _digest(space: Space) -> str:

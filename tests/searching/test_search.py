@@ -177,7 +177,7 @@ def test_what_is_rounded_in_training_is_trained_and_computed_in_8_bits():
     with torch.no_grad():
         result = front.model(point)(X)
         error = float((result - net()(X)).abs().max() / net()(X).abs().max())
-    assert error == pytest.approx(point.figures["error"], rel=1e-3)
+    assert error == pytest.approx(point.figures["error"], rel=1e-2)
 
 
 def test_what_nothing_was_pruned_in_is_not_trained():

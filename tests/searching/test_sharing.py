@@ -59,6 +59,8 @@ def started(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
     for child in children:
         child.kill()
         child.wait()
+        for stream in filter(None, (child.stdout, child.stderr)):
+            stream.close()
 
 
 def child(folder: Path, *, trials: int, waits_at: int = 0) -> subprocess.Popen[str]:
