@@ -135,7 +135,7 @@ class StaticComputation(BySettings):
         if x.dtype is torch.uint8:
             x = from_numbers(x, self.range, self.dtype)
         elif not form.is_rounded:
-            x = self.range.rounded(x if form.factors is None else x * form.factors.to(x.dtype))
+            x = self.range.rounded(x if form.factors is None else _scaled(x, form.factors))
         result = self.in_floats(x, held.wide(x), None if held.bias is None else held.bias.to(x.dtype))
         result = F.relu(result) if form.activation == "relu" else result
         return result if output is None else to_numbers(result, output.scale, output.zero_point, held.factors)
@@ -147,6 +147,15 @@ class StaticComputation(BySettings):
     def in_floats(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the layer as torch.nn does."""
         raise NotImplementedError
+
+
+def _scaled(x: Tensor, factors: Tensor) -> Tensor:
+    """Return an input, [..., inputs], times its factors; who traces gets the number of inputs, which may be free there.
+    Of a product of sizes [?, ?] and [inputs], rounded to 8 bits, OpenVINO 2026.4 loses the factors.
+    """
+    if writes_fake_quantization():
+        x = x.reshape(*x.shape[:-1], len(factors))
+    return x * factors.to(x.dtype)
 
 
 def _has_kernel(x: Tensor) -> bool:

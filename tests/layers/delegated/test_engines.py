@@ -15,6 +15,7 @@ import fxopt
 from fxopt.compat.inductor import has_cpp_compiler
 from fxopt.errors import UsageError
 from fxopt.layers.delegated import OtherSizes, aot_inductor, engine, engine_named, engines
+from fxopt.layers.quantized import Range, StaticLinear
 from fxopt.storage import byte_text
 
 
@@ -220,3 +221,18 @@ def test_which_shapes_have_a_session_of_their_own_is_recalled_untimed(
     assert fxopt.report(fast).to_json()["cached"]
     assert [region.is_fixed for region in regions(fast)] == [gains > 0]
     same(fast, model)
+
+
+@openvino_only
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@torch.no_grad()
+def test_a_layer_in_8_bits_scales_its_input_at_any_number_of_rows(engine: str) -> None:
+    torch.manual_seed(0)
+    values, scales = torch.randint(-60, 60, (16, 32), dtype=torch.int8), torch.rand(16) + 0.5  # no sums overflow
+    factors = torch.where(torch.arange(32) % 5 == 0, 0.125, 1.0)
+    layer = StaticLinear(values, scales, None, torch.float32, Range(0.02, 0), factors)
+    session = engine_named(engine).compile(layer, [torch.rand(4, 32)], torch.int8, 1)
+    for rows in (4, 1, 7):
+        x = torch.rand(rows, 32)
+        expected = Range(0.02, 0).rounded(x * factors) @ (values * scales[:, None]).T
+        torch.testing.assert_close(session([x])[0], expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
