@@ -15,6 +15,7 @@ from ...errors import StateError, UsageError, one_line
 from ...runtime.record import Record
 from ...runtime.state import Piece, StateMap
 from ...runtime.values import ModelNames
+from .conversion import saved_form
 from .tensor_files import TensorFiles, open_tensor_files
 
 __all__ = ["load_sharded"]
@@ -36,8 +37,9 @@ def load_sharded(
         shard_again(module)
     originals = {name: value for name, value in record.skeleton.state_dict().items() if isinstance(value, Tensor)}
     files = open_tensor_files(where, key)
-    _check(files, originals, record.state_map, strict=strict)
-    parts = _Parts(record.state_map, originals, files)
+    state_map, saved = _as_saved(files, originals, record)
+    _check(files, saved, state_map, strict=strict)
+    parts = _Parts(state_map, saved, files)
     parts.check_tied(model)
     owners = parts.owners_of_others(model)
     if owners and init is None:
@@ -65,6 +67,17 @@ def _device(device: str | torch.device | None) -> torch.device:
             f"device={str(device)!r}: {one_line(error)}; give a device of this machine, such as 'cpu'"
         ) from None
     return found
+
+
+def _as_saved(
+    files: TensorFiles, originals: Mapping[str, Tensor], record: Record
+) -> tuple[StateMap, Mapping[str, Tensor]]:
+    """Return the way from the names of a checkpoint to those of the model, and what is expected under the former."""
+    try:
+        form = saved_form(record.skeleton, files.forms, originals)
+        return form.compose(record.state_map), form.backward(originals)
+    except StateError as error:
+        raise StateError(f"{files.where}: {error}") from None
 
 
 def _check(files: TensorFiles, originals: Mapping[str, Tensor], state_map: StateMap, *, strict: bool) -> None:
@@ -101,7 +114,7 @@ class _Parts:
     """Which parts of a checkpoint's tensors go where in a model."""
 
     state_map: StateMap
-    originals: Mapping[str, Tensor]  # of the unoptimized model, without data
+    originals: Mapping[str, Tensor]  # of the unoptimized model, as the checkpoint calls them, without data
     files: TensorFiles
 
     def read(self, model: nn.Module, device: torch.device) -> dict[int, Tensor]:

@@ -18,7 +18,7 @@ import torch
 from across_ranks import apart, said, shared_folder
 from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import fxopt
 
@@ -63,8 +63,21 @@ def llama(*, tied: bool, seed: int | None = 0, dtype: torch.dtype = torch.float3
     return LlamaForCausalLM(config).to(dtype).eval()
 
 
+def mixtral(*, seed: int | None = 0, tied: bool = False) -> MixtralForCausalLM:
+    config = MixtralConfig(
+        hidden_size=16, intermediate_size=24, vocab_size=30, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, tie_word_embeddings=tied, use_cache=False,
+    )  # fmt: skip
+    if seed is None:
+        with torch.device("meta"):
+            return MixtralForCausalLM(config).eval()
+    torch.manual_seed(seed)
+    return MixtralForCausalLM(config).eval()
+
+
 ROWS = torch.linspace(-1, 1, 20).reshape(4, 5)
 IDS = torch.arange(24).reshape(4, 6)
+EXPERTS = "fuse_experts{lowering=loop},parallel{shard=2,experts=true}"
 
 
 def written(model: nn.Module, folder: Path, *, dcp: bool = False) -> Path:
@@ -141,6 +154,19 @@ def on_rank_llama() -> Any:
     return found
 
 
+def on_rank_mixtral() -> Any:
+    """Checkpoints that have a tensor for each expert, as Mixtral is published, in a model that has stacks of them."""
+    found, batch = dict[str, Any](), {"input_ids": IDS}
+    for passes in ("fsdp", EXPERTS):
+        plain, model = mixtral(seed=1), mixtral(seed=None)
+        fast, folder = fxopt.optimize(model, passes, example_inputs=batch), shared_folder()
+        if distributed.get_rank() == 0:
+            plain.save_pretrained(folder, max_shard_size="4KB")
+        distributed.barrier()
+        found[passes] = loaded(fast, plain, batch, folder, init=model._init_weights)
+    return found
+
+
 def on_rank_trained() -> Any:
     """Train an optimizer that was given before there was data, on an embedding that two stages share."""
     plain, model = llama(tied=True).train(), llama(tied=True, seed=None).train()
@@ -170,7 +196,7 @@ def on_rank_refused() -> Any:
 # -- what the tests say --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["heads", "llama"])
+@pytest.mark.parametrize("name", ["heads", "llama", "mixtral"])
 def test_each_rank_loads_its_part(of_ranks: list[dict[str, Any]], name: str):
     for results in of_ranks:
         for case, (result, state, empty) in results[name].items():
@@ -300,6 +326,21 @@ def test_what_turns_out_damaged_while_it_is_read_leaves_the_model_as_it_was(tmp_
 
 def _two_files(path: Path) -> checkpoint.FileSystemWriter:
     return checkpoint.FileSystemWriter(path, thread_count=2, single_file_per_rank=False)
+
+
+def test_what_is_missing_of_an_expert_is_named(tmp_path: Path):
+    fast = fxopt.optimize(mixtral(), "eliminate_dead_code", example_inputs={"input_ids": IDS})
+    mixtral(seed=1).save_pretrained(tmp_path)
+    state = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    (name,) = (each for each in state if each.endswith("layers.1.block_sparse_moe.experts.3.w3.weight"))
+    state[name] = state[name][:-1]
+    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(fxopt.StateError, match=r"experts.3.w3.weight' has shape \[23, 16\]"):
+        fxopt.load_sharded(fast, tmp_path)
+    del state[name]
+    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(fxopt.StateError, match="it stacks 3 tensors"):
+        fxopt.load_sharded(fast, tmp_path)
 
 
 def test_a_device_that_is_not_there_is_named(tmp_path: Path):
