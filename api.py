@@ -133,10 +133,8 @@ def optimize(
         settings = current()
         measuring = settings.measure if measure is None else Measure.of(measure)
         inputs = normalize_inputs(example_inputs, model)
-        meant, budget = (
-            Phase.meant(phase),
-            BudgetRequest.of(settings.time_budget if time_budget is None else time_budget),
-        )
+        meant = Phase.meant(phase)
+        budget = BudgetRequest.of(settings.time_budget if time_budget is None else time_budget)
     request = Request(
         in_words, passes=pipeline, inputs=inputs, phase=meant, plan=decided, seed=seed, settings=settings,
         cache=settings.cache, verify=settings.verify if verify is None else verify, twin=verify_twin, measure=measuring,

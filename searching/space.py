@@ -130,7 +130,7 @@ class Space:
         """Return the pipelines that are tried before all others: each preset, then each pass beside the first one, with
         what it prepares.
         """
-        alone = [({**group.prepares, name: text}) for name, group in self.groups.items() for text in group.alone()]
+        alone = [{**group.prepares, name: text} for name, group in self.groups.items() for text in group.alone()]
         return [self.start, *({**self.start, **each} for each in alone)]
 
     def all(self) -> Iterator[Choice]:

@@ -108,7 +108,9 @@ class Trials:
                 return trial, choice
             self.tell(trial, Point(trial.number, pipeline_of(choice), reason=reason, choice=dict(choice)))
         others = filter(self._is_new, itertools.chain(self._shuffled(self._space.near(near)), self._all))
-        left = next((choice for choice in itertools.islice(others, _MOST) if not ruled_out(choice)), None)
+        running = self._running()  # another process may be trying the last that is left
+        free = (choice for choice in itertools.islice(others, _MOST) if self._parameters(choice) not in running)
+        left = next((choice for choice in free if not ruled_out(choice)), None)
         if left is None:
             return None
         self.plan([left])

@@ -52,9 +52,9 @@ def noted(what: str, trial: Callable[[], None]) -> Generator[None]:
 
 def _path(what: str) -> Path | None:
     folder = current().cache
-    return (
-        None if folder is None else folder / note_name(hashlib.sha256(what.encode(errors="surrogatepass")).hexdigest())
-    )
+    if folder is None:
+        return None
+    return folder / note_name(hashlib.sha256(what.encode(errors="surrogatepass")).hexdigest())
 
 
 def _locked(path: Path) -> int | None:
@@ -91,13 +91,18 @@ def try_apart(region: Any, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) 
 
 
 def _ended_by(given: bytes) -> str:
-    """Return the name of the signal that ended a process which converts what it is given, or ""."""
+    """Return the name of the signal that ended a process which converts what it is given, or ""; RuntimeError where it
+    did not come to that.
+    """
     environment = environment_with(FXOPT_CACHE="0", PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
     command = [sys.executable, "-c", _CODE]
     done = subprocess.run(  # noqa: S603
         command, env=environment, input=given, capture_output=True, timeout=_MOST_SECONDS, check=False
     )
-    return signal.Signals(-done.returncode).name if done.returncode < 0 else ""
+    if done.returncode > 0:
+        said = done.stderr.decode(errors="replace").split("\n")
+        raise RuntimeError(next(filter(None, reversed(said)), f"it ended with {done.returncode}"))
+    return signal.Signals(-done.returncode).name if done.returncode else ""
 
 
 def convert() -> None:

@@ -57,9 +57,10 @@ def sums_by_distance(x: Tensor, edges: Tensor, batch: Tensor, num_graphs: int, c
 
 
 def sums_by_codegree(x: Tensor, edges: Tensor, batch: Tensor, num_graphs: int, cap: int, limit: int) -> Tensor:
-    """Return the same by edges and neighbours in common: of the three pairs, and of all three, up to the cap.
-    A triple with neighbours that all three have in common has three near pairs.
+    """Return the sums of x_i x_j x_k over the triples by their edges and by the neighbours in common, of each pair and
+    of all three, up to the cap: [graphs, types, C]. Takes as `sums_by_edges`.
     """
+    # A triple with neighbours that all three have in common has three near pairs, so the others need no such number.
     pairs, count = near_pairs(edges, batch, cap, "codegree"), COLORS["codegree"](cap)
     flat = sums_by_type(x, x, x, (pairs, batch, num_graphs), COMMON, cap, limit)
     by_common = flat.view(num_graphs, multisets(count) * (cap + 1), x.shape[1]).transpose(0, 1).flatten(1)

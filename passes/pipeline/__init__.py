@@ -13,7 +13,6 @@ from .twins import as_in_twin
 
 __all__ = [
     "PassInfo", "PassLike", "Ranks", "as_in_twin", "asked_for", "available", "check_behind", "check_order",
-    "chosen_passes", "ending_together", "find_pass",
-    "heard_by_others", "heard_of_any", "on_all_ranks", "optimized_on_all",
-    "parse", "ranks", "refuse_unfit", "supervised", "switches_kept", "unfinished",
+    "chosen_passes", "ending_together", "find_pass", "heard_by_others", "heard_of_any", "on_all_ranks",
+    "optimized_on_all", "parse", "ranks", "refuse_unfit", "supervised", "switches_kept", "unfinished",
 ]  # fmt: skip

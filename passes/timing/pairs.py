@@ -13,15 +13,8 @@ from .intervals import FEWEST_ROUNDS, SURE_ROUNDS, Interval, Timings
 from .measure import time_candidates
 
 __all__ = [
-    "kinds_within",
-    "microseconds",
-    "no_faster",
-    "no_gain",
-    "time_kind",
-    "time_pair",
-    "timing_figures",
-    "within_left",
-]
+    "kinds_within", "microseconds", "no_faster", "no_gain", "time_kind", "time_pair", "timing_figures", "within_left",
+]  # fmt: skip
 
 _SECONDS = 0.05
 """How long a kind of layer is timed by itself at first: calls of up to 3 ms settle in three rounds."""

@@ -138,6 +138,17 @@ def test_what_another_process_tries_now_is_not_tried_as_well(tmp_path: Path):
     assert found[2] not in singles
 
 
+def test_a_search_ends_where_another_process_tries_the_last_that_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("fxopt.searching.space.pass_names", dict)
+    one, other = trials(tmp_path), trials(tmp_path, seed=1)
+    _, taken = next_of(one)
+    left = [choice for choice in Space(Phase.EVAL, {Goal.SPEED}).all() if choice != taken]
+    assert sorted(next_of(other)[1]["preset"] for _ in left) == sorted(choice["preset"] for choice in left)
+    assert other.next() is None
+
+
 def next_of(given: Trials) -> tuple[Any, Mapping[str, str]]:
     found = given.next()
     assert found is not None

@@ -116,7 +116,7 @@ def _unlike(mixture: Mixture, module: nn.Module) -> str | None:
 
 
 def _hooked(module: nn.Module) -> str | None:
-    """Return that a module inside another one has hooks, which would not be called."""
+    """Say which module inside has hooks, since they would not be called."""
     hooked = next((path for path, inner in modules_by_name(module).items() if path and has_hooks(inner)), None)
     return None if hooked is None else f"'{hooked}' has hooks"
 

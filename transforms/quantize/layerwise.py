@@ -44,7 +44,7 @@ _LAYERS: Mapping[str, tuple[str, type[QuantizedLinear]]] = {
 """Scheme -> how weights are held, and the layer that computes with them."""
 
 _NO_FLOAT8 = "and float8 is fast on GPUs since Ada and Hopper only; aim=size holds its weight in float8 all the same"
-_NO_VNNI = "this CPU has no VNNI: activations have 7 bits, and float32 is mostly faster"
+_NO_VNNI = "this CPU has no VNNI: activations have 7 bits"
 _ONE_PROCESS = (
     "pass 'quantize': method=gptq makes numbers that no plan holds, and ranks share a plan; optimize in one process, "
     "fxopt.save, and fxopt.load the archive on each rank"

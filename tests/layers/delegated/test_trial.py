@@ -105,6 +105,19 @@ def test_where_a_process_ended_another_one_tries_first(
     assert not [*folder.iterdir()]
 
 
+def test_a_trial_that_does_not_come_to_convert_tells_nothing_good(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = left_by_a_crash(folder, monkeypatch)
+    monkeypatch.setattr(trial, "_CODE", "import no_such_library")
+    fast = fxopt.optimize(linears(), PASSES, example_inputs=X, measure=False)
+    (decision,) = fxopt.plan(fast).decisions
+    assert decision.status == "refused"
+    assert "cannot be tried in one of its own: " in decision.reason
+    assert "No module named 'no_such_library'" in decision.reason
+    assert note.exists()
+
+
 def test_without_a_folder_or_with_one_that_cannot_be_written_nothing_is_noted(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

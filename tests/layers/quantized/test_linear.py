@@ -66,8 +66,8 @@ def test_results_have_the_type_of_autocast(kind: type[QuantizedLinear], grad: bo
 
 @pytest.mark.parametrize("has_amx", [False, True])
 def test_int8_gives_a_row_the_same_whatever_is_beside_it(has_amx: bool, monkeypatch: pytest.MonkeyPatch):
-    if has_amx and quantized_kernels.why_no_static_int8():
-        pytest.skip("oneDNN's kernel gives exact sums on CPUs with VNNI alone")
+    if has_amx and (reason := quantized_kernels.why_no_static_int8()):
+        pytest.skip(reason)
     monkeypatch.setattr(quantized_kernels, "_has_amx", lambda: has_amx)
     layer = layer_of(Int8DynamicLinear, 48, 24)
     x = torch.randn(2, 5, 48) * torch.logspace(-6, 6, 5)[:, None]  # each row is as precise as the others
@@ -86,8 +86,8 @@ def test_int8_gives_a_row_the_same_whatever_is_beside_it(has_amx: bool, monkeypa
 def test_a_row_that_is_not_finite_is_computed_in_floats_alone(
     kind: type[nn.Module], has_amx: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    if has_amx and quantized_kernels.why_no_static_int8():
-        pytest.skip("oneDNN's kernel gives exact sums on CPUs with VNNI alone")
+    if has_amx and (reason := quantized_kernels.why_no_static_int8()):
+        pytest.skip(reason)
     monkeypatch.setattr(quantized_kernels, "_has_amx", lambda: has_amx)
     tied = TiedInt8Linear(nn.Parameter(torch.randn(24, 48)), nn.Parameter(torch.randn(24)), 0)
     layer = tied if kind is TiedInt8Linear else layer_of(Int8DynamicLinear, 48, 24)

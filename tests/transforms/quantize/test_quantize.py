@@ -526,6 +526,4 @@ def test_options_are_read_as_they_are_written(options: tuple[Any, ...]):
 def test_a_cpu_without_vnni_is_named_where_layers_are_quantized_all_the_same(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fxopt.transforms.quantize.layerwise.needs_reduced_range", lambda: True)
     fast = quantized(Net().eval(), "int8_dynamic")
-    assert "this CPU has no VNNI: activations have 7 bits, and float32 is mostly faster" in str(
-        fxopt.report(fast).to_json()
-    )
+    assert "this CPU has no VNNI: activations have 7 bits" in str(fxopt.report(fast).to_json())
