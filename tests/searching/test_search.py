@@ -128,7 +128,9 @@ def test_a_model_that_was_optimized_before_is_searched_as_well():
             assert fxopt.plan(fast).pipeline[:1] == fxopt.plan(earlier).pipeline
 
 
-def test_a_pruned_point_is_trained_and_its_weights_are_kept(tmp_path: Path):
+def test_a_pruned_point_is_trained_and_its_weights_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fxopt.searching.space.pass_names", lambda: {"prune": "fxopt"})  # `qat` is trained, too
+
     def finetune(model: nn.Module) -> None:
         assert model.training
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
