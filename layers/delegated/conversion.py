@@ -229,7 +229,6 @@ def converted(
     with torch.inference_mode(False), torch.no_grad(), dispatch_modes_off():
         if reason := "a forked process has no threads of it" if is_forked() else engine.reason_against(dtype):
             raise RuntimeError(reason)
-        _check_8_bits(graph, tensors)
         for tensor in tensors:
             if _is_of_other_type(tensor):
                 raise OtherType(f"a parameter is of {str(tensor.dtype).removeprefix('torch.')}")
@@ -253,12 +252,14 @@ def converted(
         return result
 
 
-def _check_8_bits(graph: fx.Graph, tensors: Sequence[Tensor]) -> None:
-    """Raise a RuntimeError for layers in 8 bits whose sums would overflow, silently, in engines, too."""
-    if not any(getattr(node.target, "operator", "") == "static_int8" for node in graph.nodes):
-        return
-    for values in (each for each in tensors if each.dtype is torch.int8):
-        if reason := why_overflow(values):
+def _check_8_bits(graph: fx.Graph, read: Sequence[Tensor]) -> None:
+    """Raise a RuntimeError for layers in 8 bits whose sums would overflow, silently, in engines, too.
+    The last placeholders stand for what is `read`.
+    """
+    of = dict(zip(reversed(graph.find_nodes(op="placeholder")), reversed(read), strict=False))
+    for node in graph.nodes:
+        values = of.get(node.args[1]) if getattr(node.target, "operator", "") == "static_int8" else None
+        if values is not None and (reason := why_overflow(values)):
             raise RuntimeError(f"a layer of 8 bits: {reason}")
 
 
@@ -272,6 +273,7 @@ class _Computation(nn.Module):
         for node in [node for node in graph.nodes if node.target in CHECKS]:
             graph.erase_node(node)
         read = with_derived(graph, tensors)
+        _check_8_bits(graph, read)
         self._graph, self._count = graph, len(read)
         last = {operand: node for node in graph.nodes for operand in node.all_input_nodes}
         self._spent = dict[fx.Node, list[fx.Node]]()  # by node, what is read there for the last time

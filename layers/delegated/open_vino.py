@@ -101,15 +101,19 @@ class _Session:
         self._compiled: Any = None
         self._outputs = range(len(model.outputs))
         self._computed = set[_Shapes]()  # those of inputs that it can compute
-        self._large: dict[_Shapes, list[tuple[torch.Size, torch.dtype]]] = {}  # what results are then, where large
+        self._large: dict[_Shapes, list[tuple[torch.Size, torch.dtype]]] = {}
+        """Of large results their shapes and types, by the shapes of inputs; nothing where numbers decide shapes."""
         self._failed = ""
         self._local, self._one_at_a_time = threading.local(), threading.Lock()
 
     def fixed(self, example: Sequence[Tensor]) -> _Session:
         """Return a session for inputs of the shapes of `example` alone."""
+        return _Session(self._openvino, self._reshaped(example), self._settings)
+
+    def _reshaped(self, example: Sequence[Tensor]) -> Any:
         model = self._model.clone()
         model.reshape({place: list(x.shape) for place, x in enumerate(example)})
-        return _Session(self._openvino, model, self._settings)
+        return model
 
     @property
     def is_compiled(self) -> bool:
@@ -124,15 +128,16 @@ class _Session:
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         shapes = tuple([value.shape for value in inputs])
-        if shapes in self._large:
+        if self._large.get(shapes):
             return self._into_memory(inputs, shapes)
         request = getattr(self._local, "request", None)
         if request is None:
             request = self._local.request = self._request()
         self._compute(request, inputs, shapes)
         results = [torch.from_numpy(request.get_output_tensor(place).data) for place in self._outputs]
-        if is_large(results) and len(self._large) < _MOST_LARGE:
-            self._large[shapes] = [(result.shape, result.dtype) for result in results]
+        if shapes not in self._large and is_large(results) and len(self._large) < _MOST_LARGE:
+            is_known = all(each.partial_shape.is_static for each in self._reshaped(inputs).outputs)
+            self._large[shapes] = [(result.shape, result.dtype) for result in results] if is_known else []
         with OneThread(numbers_of(results)):
             return [result.clone() for result in results]  # the request writes to these again at its next call
 

@@ -63,9 +63,18 @@ def call_memo(tracer: Tracer, function: Callable[..., Any], args: tuple[Any, ...
     return tracer.add("call_function", function, args, kwargs, held, optional=True)
 
 
+_ASKING = frozenset("torch compiler _dynamo is_compiling is_dynamo_compiling is_torchdynamo_compiling".split())
+"""What a function reads by name that only asks whether it is compiled."""
+
+
 def _does_without_memo(function: Callable[..., Any]) -> bool:
-    """Tell whether a function around a memo also calls what the memo is of; so what that reads is known and guarded."""
-    return type(function) is FunctionType and function.__dict__["__wrapped__"] in [*_closed_over(function)]
+    """Tell whether a function around a memo calls what the memo is of where it is compiled, and decides by that alone;
+    so what that reads is known and guarded.
+    """
+    if type(function) is not FunctionType or function.__dict__["__wrapped__"] not in [*_closed_over(function)]:
+        return False
+    names = {*function.__code__.co_names}
+    return bool(names) and names <= _ASKING
 
 
 def _is_given_tensors(values: Any) -> bool:

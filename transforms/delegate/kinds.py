@@ -124,6 +124,8 @@ def _may_refuse(node: fx.Node, metas: Mapping[fx.Node, Meta], given: Collection[
     name, operands = _name_of(node), list[fx.Node]()
     if info_of(node).shape == "data" or name.startswith(_DECOMPOSED) or name in _STAYS:
         return True
+    if name == "where" and len(node.args) + len(node.kwargs) == 1:  # the places that are not zero
+        return True
     if name == "floor_divide" or "rounding_mode" in node.kwargs:  # engines round quotients below zero otherwise
         return any(each in given for each in node.all_input_nodes)
     if name.rstrip("_") in _RANGED:

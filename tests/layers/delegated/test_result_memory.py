@@ -77,3 +77,21 @@ def test_threads_have_memory_of_their_own(session: Session) -> None:
         found = list(pool.map(lambda x: session([x])[0], inputs))
     for x, result in zip(inputs, found, strict=True):
         torch.testing.assert_close(result, Two()(x)[0])
+
+
+class Chosen(nn.Module):
+    """Results whose number of rows hangs on the numbers that come in."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x + 1, x[x[:, 0] > 0]
+
+
+def test_results_whose_shapes_numbers_decide_are_not_written_into_memory_of_the_last_shapes() -> None:
+    pytest.importorskip("openvino")
+    x = torch.randn(ROWS, 512)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        session = engine_named("openvino").compile(Chosen(), [x[:4]], torch.float32, 1)
+    for each in (x, x.abs(), -x.abs(), x.flip(0)):
+        for found, expected in zip(session([each]), Chosen()(each), strict=True):
+            assert torch.equal(found, expected)

@@ -61,6 +61,22 @@ def weighted_sums(x: torch.Tensor, scale: float) -> torch.Tensor:
     return (x * FACTOR).sum(1, keepdim=True) * scale
 
 
+def by_rows(function):
+    """Memoise a function in a wrapper that does more than to ask whether it is compiled."""
+    memo = functools.lru_cache(maxsize=4)(function)
+
+    @functools.wraps(function)
+    def wrapper(x):
+        return function(x) * 0.5 if x.shape[0] > 8 else memo(x)
+
+    return wrapper
+
+
+@by_rows
+def halved_sums(x: torch.Tensor) -> torch.Tensor:
+    return x.sum(1)
+
+
 elsewhere = types.ModuleType("elsewhere")
 elsewhere.torch, elsewhere.functools = torch, functools
 exec(
@@ -231,3 +247,14 @@ def test_a_memo_that_is_cleared_or_refilled_is_not_remembered():
     after = program.model(x)
     torch.testing.assert_close(after, program.model.linear(x + 15))
     assert not torch.equal(before, after)
+
+
+def test_a_wrapper_that_does_more_than_to_ask_for_the_compiler_is_not_left_out() -> None:
+    class Sums(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return halved_sums(x)
+
+    program = capture_program(Sums().eval(), (torch.randn(4, 3),))
+    assert "with a Tensor" in program.opaque[""].reason
+    x = torch.randn(16, 3)
+    assert torch.equal(program.model(x), Sums()(x))

@@ -195,3 +195,13 @@ def test_a_tensor_in_an_object_that_a_call_gives_is_read_before_the_region(cut: 
     (region,) = found.regions
     assert inside(region) == ["linear", "linear_1"]
     assert {node.name for node in region.inputs} == {"getitem", "w"}
+
+
+def test_the_places_that_are_not_zero_stay_outside(cut: Callable[..., Cut]) -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        y = F.linear(F.linear(x, w).relu(), w)
+        return F.linear(F.linear(y[torch.where(y[:, 0] > 0)[0]], w), w)
+
+    found = cut(traced(function), X, W)
+    assert all("where" not in inside(region) for region in found.regions)
+    same(function, found, X, W)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ....compat.quantized import static_format
 from ....layers.quantized import Range
 from ....runtime.state import powers_of
 from ....tracing.examples import Inputs
@@ -52,7 +53,7 @@ def exponents_of(
     for seen in statistics(program, modules, inputs, calls, moments=False):
         for together in _readers(program, {name: modules[name] for name in seen}):
             weight = torch.cat([weight_of(modules[name]).detach().cpu() for name in together])
-            exponents = treatment(options, "int8", weight, seen[together[0]]).exponents
+            exponents = treatment(options, static_format(), weight, seen[together[0]]).exponents
             found |= dict.fromkeys(together if exponents else (), exponents)
     return found
 
