@@ -13,7 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ..compat import modules_by_name
 from ..errors import UsageError, expect, positive_integer
@@ -119,7 +120,7 @@ def search(
     aim = Aim(objective, bounds, bench.original.figures, evaluate is not None, minimize)
     goals = {Goal.SPEED, *([Goal.MEMORY, Goal.SIZE] if _asks_for_bytes(aim) else [])}
     space = Space(phase, goals, _measured(bench, seconds), trains=finetune is not None)
-    made = Trials(space, aim, of=_said(bench.base, objective, evaluate), folder=folder, seed=seed)
+    made = Trials(space, aim, of=_said(bench, objective, evaluate), folder=folder, seed=seed)
     return Search(bench, space, aim, made, folder=folder, deadline=start + seconds, most=most).run()
 
 
@@ -135,15 +136,18 @@ def _asks_for_bytes(aim: Aim) -> bool:
     return any(name in _BYTES for name in (aim.objective, *(bound.name for bound in aim.bounds)))
 
 
-def _said(model: nn.Module, objective: str, evaluate: object) -> str:
+def _said(bench: Bench, objective: str, evaluate: object) -> str:
     """Say what is searched: a folder holds one search."""
-    weights = 0
+    model, weights = bench.base, 0
     with suppress(RuntimeError):  # of tensors that are not in one piece
         weights = sum_of([each.detach().cpu() for each in (*model.parameters(), *model.buffers())])
     count = sum(each.numel() for each in model.parameters())
     kinds = len(modules_by_name(model))
-    metric = "a metric" if evaluate is not None else "the error"
-    return f"{type(model).__name__} of {kinds} modules and {count} parameters ({weights:08x}), {objective} for {metric}"
+    metric = f"the metric {getattr(evaluate, '__qualname__', type(evaluate).__name__)}" if evaluate else "the error"
+    given = pytree.tree_leaves([(call.args, call.kwargs) for call in bench.calls])
+    called = f"called with {', '.join(str(list(each.shape)) for each in given if isinstance(each, Tensor))}"
+    of = f"{type(model).__name__} of {kinds} modules and {count} parameters ({weights:08x})"
+    return f"{of}, {called}, {objective} for {metric}"
 
 
 @dataclass

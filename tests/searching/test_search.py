@@ -154,6 +154,8 @@ def test_a_pruned_point_is_trained_and_its_weights_are_kept(tmp_path: Path, monk
         torch.testing.assert_close(again.model(again.trials[pruned[0].number])(X), first)
     with pytest.raises(UsageError, match="holds another search"):
         search(evaluate=accuracy, storage=folder)
+    with pytest.raises(UsageError, match=r"called with \[32, 64\], latency for the error"):
+        search(example_inputs=X[:8], storage=folder)
     other = net()
     nn.init.zeros_(other[0].bias)
     with pytest.raises(UsageError, match="holds another search"):
