@@ -100,8 +100,8 @@ def _merged(new: str, converter: Any, parts: _Parts, given: Mapping[str, Tensor]
 
 
 def _behind_one_another(new: str, names: Sequence[str], how: Any, forms: Mapping[str, Tensor]) -> list[StateStep]:
-    sizes = tuple(forms[name].shape[how.dim] for name in names)
-    return [Concatenate(tuple(names), new, how.dim, sizes)]
+    dim = int(how.dim)
+    return [Concatenate(tuple(names), new, dim, tuple(forms[name].shape[dim] for name in names))]
 
 
 def _by_number(names: Sequence[str]) -> list[str]:

@@ -68,12 +68,16 @@ def child(folder: Path, *, trials: int, waits_at: int = 0) -> subprocess.Popen[s
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def worth(_: nn.Module) -> float:
+    return 1.0
+
+
 def searched(folder: Path, *, trials: int) -> fxopt.Front:
     """Search here, the same model for the same aim."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 4)).eval()
     x = torch.linspace(-1, 1, 2048).view(32, 64)
-    return fxopt.search(model, example_inputs=x, evaluate=lambda _: 1.0, trials=trials, time_budget=60, storage=folder)
+    return fxopt.search(model, example_inputs=x, evaluate=worth, trials=trials, time_budget=60, storage=folder)
 
 
 def said(process: subprocess.Popen[str]) -> dict[str, list[str]]:
