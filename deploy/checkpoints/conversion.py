@@ -33,7 +33,7 @@ def saved_form(model: nn.Module, given: Mapping[str, Tensor], wanted: Mapping[st
         elif new != name:
             steps.append(Rename(name, new))
     for new, (converter, parts) in merged.items():
-        steps += _merged(new, converter, parts, given)
+        steps += _merged(new, converter, parts, given, len(wanted[new]))
     return StateMap(tuple(steps))
 
 
@@ -80,8 +80,12 @@ def _rules(model: Any) -> Sequence[Any]:
     return cast("Any", get_model_conversion_mapping)(model)
 
 
-def _merged(new: str, converter: Any, parts: _Parts, given: Mapping[str, Tensor]) -> list[StateStep]:
-    """Return the steps that make one tensor of several: stacks of those of a pattern, behind one another."""
+def _merged(
+    new: str, converter: Any, parts: _Parts, given: Mapping[str, Tensor], length: int
+) -> list[StateStep]:  # fmt: skip
+    """Return the steps that make one tensor of several: stacks of those of a pattern, behind one another.
+    `length` is the first size of the tensor.
+    """
     operations = {type(each).__name__: each for each in converter.operations}
     stacks, joined = operations.pop("MergeModulelist", None), operations.pop("Concatenate", None)
     if operations or (stacks is not None and stacks.dim != 0):
@@ -92,6 +96,8 @@ def _merged(new: str, converter: Any, parts: _Parts, given: Mapping[str, Tensor]
     patterns = [pattern for pattern in converter.source_patterns if pattern in parts]
     if stacks is None:
         return _behind_one_another(new, [name for each in patterns for name in parts[each]], joined, given)
+    for pattern in patterns:
+        _check_numbers(new, parts[pattern], length)
     if joined is None:
         return [Stack(tuple(_by_number(parts[patterns[0]])), new)]
     stacked = [Stack(tuple(_by_number(parts[pattern])), f"{new}/{pattern}") for pattern in patterns]
@@ -102,6 +108,21 @@ def _merged(new: str, converter: Any, parts: _Parts, given: Mapping[str, Tensor]
 def _behind_one_another(new: str, names: Sequence[str], how: Any, forms: Mapping[str, Tensor]) -> list[StateStep]:
     dim = int(how.dim)
     return [Concatenate(tuple(names), new, dim, tuple(forms[name].shape[dim] for name in names))]
+
+
+def _check_numbers(new: str, names: Sequence[str], length: int) -> None:
+    """Raise StateError where a checkpoint has not one tensor for each expert of a stack."""
+    by_number = {[int(part) for part in name.split(".") if part.isdigit()][-1]: name for name in names}
+    missing, others = sorted({*range(length)} - by_number.keys()), sorted(by_number.keys() - {*range(length)})
+    if missing:
+        like, which = next(iter(by_number.values())), ", ".join(map(str, missing))
+        reason = (
+            f"of tensors such as '{like}', the checkpoint lacks number {which}; it is not whole, or of a smaller model"
+        )
+        raise StateError(f"'{new}' is a stack of {length}: {reason}")
+    if others:
+        reason = f"'{by_number[others[0]]}' is one too many; the checkpoint is of a model with more experts"
+        raise StateError(f"'{new}' is a stack of {length}: {reason}")
 
 
 def _by_number(names: Sequence[str]) -> list[str]:

@@ -339,7 +339,14 @@ def test_what_is_missing_of_an_expert_is_named(tmp_path: Path):
         fxopt.load_sharded(fast, tmp_path)
     del state[name]
     safetensors.torch.save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(fxopt.StateError, match="it stacks 3 tensors"):
+    with pytest.raises(
+        fxopt.StateError, match=r"is a stack of 4: of tensors such as .* lacks number 3; it is not whole"
+    ):
+        fxopt.load_sharded(fast, tmp_path)
+    like = name.replace("experts.3", "experts.0")
+    more = {name: state[like].clone(), name.replace("experts.3", "experts.4"): state[like].clone()}
+    safetensors.torch.save_file(state | more, tmp_path / "model.safetensors")
+    with pytest.raises(fxopt.StateError, match=r"experts.4.w3.weight' is one too many; .* more experts"):
         fxopt.load_sharded(fast, tmp_path)
 
 
