@@ -140,7 +140,10 @@ def needs_reduced_range() -> bool:
     return not torch.cpu._is_vnni_supported()  # pyright: ignore[reportPrivateUsage]
 
 
-INT8_STEPS = 63 if needs_reduced_range() else 127
+_SEVEN_BITS = 63
+"""The largest number of one side whose product with the largest of the other fits into 16 bits twice."""
+
+INT8_STEPS = _SEVEN_BITS if needs_reduced_range() else 127
 """From 0 to the largest number of a row; without VNNI, sums of products of 8 bits overflow."""
 
 
@@ -276,9 +279,6 @@ class Observer:
             scale, zero_point = self._observer.calculate_qparams()
         return float(scale), int(zero_point)
 
-
-_SEVEN_BITS = 63
-"""The largest weight whose product with the largest activation fits into 16 bits twice."""
 
 Int8Result = tuple[float, int, torch.dtype, str]
 """What a kernel returns: scale and zero point of the numbers (1.0 and 0 of floats), type, and the activation behind."""

@@ -143,7 +143,11 @@ def _said(bench: Bench, objective: str, evaluate: object) -> str:
         weights = sum_of([each.detach().cpu() for each in (*model.parameters(), *model.buffers())])
     count = sum(each.numel() for each in model.parameters())
     kinds = len(modules_by_name(model))
-    metric = f"the metric {getattr(evaluate, '__qualname__', type(evaluate).__name__)}" if evaluate else "the error"
+    metric = (
+        f"the metric {getattr(evaluate, '__qualname__', type(evaluate).__name__)}"
+        if evaluate is not None
+        else "the error"
+    )
     given = pytree.tree_leaves([(call.args, call.kwargs) for call in bench.calls])
     called = f"called with {', '.join(str(list(each.shape)) for each in given if isinstance(each, Tensor))}"
     of = f"{type(model).__name__} of {kinds} modules and {count} parameters ({weights:08x})"

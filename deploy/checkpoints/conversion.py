@@ -112,7 +112,7 @@ def _behind_one_another(new: str, names: Sequence[str], how: Any, forms: Mapping
 
 def _check_numbers(new: str, names: Sequence[str], length: int) -> None:
     """Raise StateError where a checkpoint has not one tensor for each expert of a stack."""
-    by_number = {[int(part) for part in name.split(".") if part.isdigit()][-1]: name for name in names}
+    by_number = {_numbers(name)[-1]: name for name in names}
     missing, others = sorted({*range(length)} - by_number.keys()), sorted(by_number.keys() - {*range(length)})
     if missing:
         like, which = next(iter(by_number.values())), ", ".join(map(str, missing))
@@ -127,4 +127,8 @@ def _check_numbers(new: str, names: Sequence[str], length: int) -> None:
 
 def _by_number(names: Sequence[str]) -> list[str]:
     """Return names in the order of the numbers in them."""
-    return sorted(names, key=lambda name: [int(part) for part in name.split(".") if part.isdigit()])
+    return sorted(names, key=_numbers)
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(part) for part in name.split(".") if part.isdigit()]
