@@ -17,11 +17,12 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "SAME_MEMORY", "SAME_VERSION", "DispatchMode", "autocast_dtype", "autocast_settings", "cpu_capabilities",
-    "draws_randomly", "fake_tensors", "holders_of", "in_place_format", "is_autocast", "is_cast_by_autocast",
-    "is_plainly_eager", "is_registered_operator", "is_torch_wrapper", "is_transformed", "is_view_operator",
-    "native_functions", "operator_format", "operator_name", "overloads_of", "padding_around", "runs_kernels",
-    "same_memory", "storage_id", "tensor_hooks", "torch_functions_off", "version_of", "wants_gradients",
+    "COMPARED", "SAME_MEMORY", "SAME_VERSION", "DispatchMode", "autocast_dtype", "autocast_settings",
+    "cpu_capabilities", "draws_randomly", "fake_tensors", "holders_of", "in_place_format", "is_autocast",
+    "is_cast_by_autocast", "is_plainly_eager", "is_registered_operator", "is_torch_wrapper", "is_transformed",
+    "is_view_operator", "native_functions", "operator_format", "operator_name", "overloads_of", "padding_around",
+    "runs_kernels", "same_memory", "storage_id", "tensor_hooks", "torch_functions_off", "version_of",
+    "wants_gradients",
 ]  # fmt: skip
 
 
@@ -235,6 +236,11 @@ SAME_VERSION = "x{i}._version == version{i}"
 
 SAME_MEMORY = "x{i}.data_ptr() == place{i} and x{i}.numel() == number{i} and x{i}.stride() == strides{i}"
 """In generated code: its memory is there, and is read the same way."""
+
+COMPARED: tuple[Callable[[Tensor], Any], ...] = (
+    cast("Any", Tensor)._version.__get__, Tensor.data_ptr, Tensor.numel, Tensor.stride,
+)  # fmt: skip
+"""The same for `map`, over many tensors."""
 
 
 def holders_of(tensor: Tensor) -> int:
