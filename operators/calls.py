@@ -52,7 +52,8 @@ def canonical_name(node: fx.Node) -> str | None:
 
 def info_of(node: fx.Node) -> OpInfo:
     """Return what is known of the operator that a call_function or call_method node computes."""
-    return operator_info(canonical_name(node))
+    info = operator_info(canonical_name(node))
+    return operator_info(info.alone) if info.alone and len(node.args) + len(node.kwargs) == 1 else info
 
 
 @cache

@@ -96,7 +96,8 @@ class Manager:
             costs_time = pass_.goal is Goal.MEMORY and self.program.training
             if costs_time:  # what it costs is not to speak against what others gain
                 self._time_whole()
-            self.context.budget.begin_pass(among[step] + contest.is_due, owed=not pass_.only_speeds_up)
+            count, is_contested = among[step] + contest.is_due, pass_.contested and step + 1 < len(contest.passes)
+            self.context.budget.begin_pass(count, owed=not pass_.only_speeds_up, contested=is_contested)
             self._observe(step, pass_, partial(self._run_pass, pass_))
             if costs_time and self._baseline is not None:
                 self._settled, self._baseline = tuple(self.rewrites), shallow_clone(self.program.model)
@@ -239,6 +240,7 @@ class Manager:
         candidate, apart = self._tuner.tune(pass_, group)
         if candidate is not None and candidate.edit is not None:
             decision = self.history.keep(pass_, candidate, candidate.edit)
+            self._tuner.settle(pass_, candidate.group)
             self._equal.remember(block, decision, candidate.group, candidate.edit)
             self.context.note_change(pass_)
         elif candidate is not None:
@@ -270,6 +272,7 @@ class Manager:
             return False
         figures = {**like, **candidate.figures}
         self.history.keep(pass_, dataclasses.replace(candidate, figures=figures), candidate.edit, first)
+        self._tuner.settle(pass_, candidate.group)
         self.context.note_change(pass_)
         for apart in group.rest(candidate.group):
             self._decide(pass_, apart)
