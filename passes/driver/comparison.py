@@ -97,9 +97,13 @@ class Comparison:
         return self._takes([*seconds, fmean(seconds)]) <= self._limit
 
     def _takes(self, lowerings: Sequence[float]) -> float:
-        """Return what timing takes, given what a call of each lowering does."""
-        both = self._seconds + min(lowerings)
-        return timing.CALLS_OF_TWO / 2 * both + timing.CALLS_OF_EACH * (self._seconds + sum(lowerings))
+        """Return what timing takes, given what a call of each lowering does; of a contested pass, which is not to be
+        taken untimed, what it takes where the answer is clear.
+        """
+        every = self._seconds + sum(lowerings)
+        if self.pass_.contested:
+            return timing.CALLS_OF_CLEAR * every
+        return timing.CALLS_OF_TWO / 2 * (self._seconds + min(lowerings)) + timing.CALLS_OF_EACH * every
 
     def within(self, seconds: float) -> None:
         """Take no more seconds for timing: writing may have taken what there was."""
