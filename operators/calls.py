@@ -132,6 +132,8 @@ def mutates(node: fx.Node) -> bool:
     if "writes" in node.meta:
         return bool(node.meta["writes"])
     name = getattr(node.target, "__name__", "")
+    if getattr(operator, name, None) is node.target:
+        return False  # `and_` is called so for `and` is a word of Python
     return getattr(node.target, "may_write", False) or (name.endswith("_") and not name.endswith("__"))
 
 

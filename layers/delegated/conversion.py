@@ -173,7 +173,7 @@ class Converted:
         self.session(key)
         fixed = getattr(self.by_threads[key[0]], "fixed", None)
         if fixed is not None and key not in self.fixed:
-            self._use(key, fixed(self.example))
+            self.fixed[key] = fixed(self.example)
 
     def settle(self) -> bool:
         """Keep a session for the shapes of the example alone where it is faster, or where there is no other one yet;
@@ -185,9 +185,10 @@ class Converted:
         is_alone = key in self.fixed and not getattr(general, "is_compiled", True)
         if not is_alone and hasattr(general, "fixed"):
             fixed = self._faster(key, general)
-            if fixed is None:
-                self.fixed.pop(key, None)
-            self._use(key, fixed)
+            if fixed is not self.fixed.get(key):
+                self.by_shapes.pop(key, None)  # results of the other session are compared at the next call
+            self.fixed.pop(key, None)  # in place: copies of the model have the same
+            self.fixed.update({} if fixed is None else {key: fixed})
         return key in self.fixed
 
     def _faster(self, key: Any, general: Session) -> Session | None:
@@ -203,13 +204,6 @@ class Converted:
         both = [[_seconds_of(clock, each, self.example) for each in (session, general)] for _ in rounds]
         took, before = map(min, zip(*both, strict=True))
         return session if took <= (_GAINS_OF_SMALL if self.is_small else _GAINS) * before else None
-
-    def _use(self, key: Any, fixed: Session | None) -> None:
-        """Compute inputs of the shapes of the example by one session from now on, or by that for all shapes."""
-        if fixed is not None:
-            self.fixed[key] = fixed
-        if self.by_shapes.get(key) is not None:
-            self.by_shapes[key] = self.session(key)
 
     def move_to(self, tensors: Sequence[Tensor]) -> None:
         """Know the same numbers in other memory; compile anew what holds on to the old one."""

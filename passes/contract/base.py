@@ -189,7 +189,7 @@ class Pass:
         raise NotImplementedError(f"{type(self).__name__}.rewrite")
 
     def settle(self, site: Site) -> None:
-        """Do what takes time, and is worth it at a site alone whose rewrite was chosen among others, and stands."""
+        """Finish what was written at a site and stands, once the whole model was compared, if there is time."""
 
     def reference(self, site: Site, original: nn.Module) -> nn.Module | None:
         """Return what the rewritten module must be equal to, where the pass changes the function by design.

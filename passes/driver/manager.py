@@ -135,6 +135,12 @@ class Manager:
                     break
             self.rounding = check.seen_rounding
 
+    def settle(self) -> None:
+        """Let passes finish what stands, while there is time."""
+        for rewrite in self.rewrites:
+            if self.context.budget.left > 0.0:
+                self._tuner.settle(rewrite.pass_, rewrite.group)
+
     def is_right(self, original: nn.Module, *, brief: bool, rounding: float) -> bool:
         """Compare and undo nothing; `brief`: on the example calls alone, for an equal model was compared on others, and
         `rounding` was seen there.
@@ -240,7 +246,6 @@ class Manager:
         candidate, apart = self._tuner.tune(pass_, group)
         if candidate is not None and candidate.edit is not None:
             decision = self.history.keep(pass_, candidate, candidate.edit)
-            self._tuner.settle(pass_, candidate.group)
             self._equal.remember(block, decision, candidate.group, candidate.edit)
             self.context.note_change(pass_)
         elif candidate is not None:
@@ -272,7 +277,6 @@ class Manager:
             return False
         figures = {**like, **candidate.figures}
         self.history.keep(pass_, dataclasses.replace(candidate, figures=figures), candidate.edit, first)
-        self._tuner.settle(pass_, candidate.group)
         self.context.note_change(pass_)
         for apart in group.rest(candidate.group):
             self._decide(pass_, apart)

@@ -113,7 +113,7 @@ class Tuner:
         return supervised(action, what=lambda: f"pass '{pass_.name}' ({step()})", seconds=seconds)
 
     def settle(self, pass_: Pass, group: Group) -> None:
-        """Let a pass finish what was chosen, and stands."""
+        """Let a pass finish what it wrote at a group, and stands."""
         if type(pass_).settle is Pass.settle:
             return
         with self.context.budget.spending(Stage.TIMING):
