@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -12,8 +13,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 __all__ = [
     "BORROWED", "REGIONS", "REGISTERS", "all_modules", "children_of", "has_global_hooks", "has_hooks",
     "has_lazy_parameters", "has_pre_hooks", "has_state_hooks", "hook_registries", "hooks_of", "modules_by_name",
-    "own_buffers", "own_children", "own_parameters", "own_tensor", "property_access", "read_by_name", "submodule",
-    "tensor_at", "transient_buffers",
+    "only_collects", "own_buffers", "own_children", "own_parameters", "own_tensor", "property_access", "read_by_name",
+    "runs_hooks", "submodule", "tensor_at", "transient_buffers",
 ]  # fmt: skip
 
 
@@ -39,6 +40,33 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 def has_hooks(module: nn.Module) -> bool:
     """Say whether calling the module runs hooks that the user registered."""
     return any(map(module.__dict__.__getitem__, _HOOKS))
+
+
+_COLLECTING = "transformers.utils.output_capturing"
+
+
+def only_collects(module: nn.Module) -> bool:
+    """Say whether a module has hooks, all of them those that transformers itself leaves at layers: they do nothing but
+    in a call that asks for hidden states or attentions.
+    """
+    hooks = hooks_of(module)
+    return bool(hooks) and all(map(_collects, hooks))
+
+
+def runs_hooks(registries: Iterable[Mapping[int, Any]]) -> bool:
+    """Say whether any of some hooks does something in the present call; see `only_collects`."""
+    hooks = [hook for registry in registries for hook in registry.values()]
+    return bool(hooks) and (not all(map(_collects, hooks)) or _is_collecting())
+
+
+def _collects(hook: Any) -> bool:
+    return getattr(hook, "__module__", "") == _COLLECTING and getattr(hook, "__name__", "") == "output_capturing_hook"
+
+
+def _is_collecting() -> bool:
+    """Say whether the present call asks for what hooks collect; yes where the library does not tell."""
+    collector = getattr(sys.modules.get(_COLLECTING), "_active_collector", None)
+    return collector is None or bool(collector.get())
 
 
 def has_lazy_parameters(module: nn.Module) -> bool:

@@ -52,7 +52,8 @@ def canonical_name(node: fx.Node) -> str | None:
 
 def info_of(node: fx.Node) -> OpInfo:
     """Return what is known of the operator that a call_function or call_method node computes."""
-    return operator_info(canonical_name(node))
+    info = operator_info(canonical_name(node))
+    return operator_info(info.alone) if info.alone and len(node.args) + len(node.kwargs) == 1 else info
 
 
 @cache
@@ -131,6 +132,8 @@ def mutates(node: fx.Node) -> bool:
     if "writes" in node.meta:
         return bool(node.meta["writes"])
     name = getattr(node.target, "__name__", "")
+    if getattr(operator, name, None) is node.target:
+        return False  # `and_` is called so for `and` is a word of Python
     return getattr(node.target, "may_write", False) or (name.endswith("_") and not name.endswith("__"))
 
 

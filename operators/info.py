@@ -52,6 +52,7 @@ class OpInfo:
         has_dimensions: its result has one dimension at the least, whatever it reads.
         differentiable: gradients may flow through it.
         shape: what the shape of its result depends on: all operands' shapes, the first operand's, or data.
+        alone: the operator that it is where it is given one operand alone; "": the same.
         reference: takes the same arguments and computes it in float64, where the operator has no kernel for that.
         order: how its result lies in memory, whatever order operands lie in: `kept`, perhaps as they do, or `anew`;
             None: it may need them in the order of their dimensions, unless it is elementwise.
@@ -75,6 +76,7 @@ class OpInfo:
     has_dimensions: bool = False
     differentiable: bool = True
     shape: Literal["operands", "first", "data"] = "operands"
+    alone: str = ""
     reference: Callable[..., Any] | None = None
     order: Literal["kept", "anew"] | None = None
     notes: tuple[object, ...] = ()

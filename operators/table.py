@@ -107,8 +107,9 @@ TABLE: tuple[OpInfo, ...] = (
     *_elementwise("isfinite isinf isnan logical_not signbit", keeps_type=False, differentiable=False),
     *_elementwise(
         "atan2 copysign div|divide|true_divide floor_divide fmod pow remainder sub|subtract xlogy addcdiv addcmul "
-        "clamp|clip lerp where"
+        "clamp|clip lerp"
     ),
+    *_elementwise("where", alone="nonzero"),
     *_elementwise(
         "add|__add__|__radd__|__iadd__ mul|multiply fmax fmin hypot logaddexp logaddexp2 maximum minimum",
         commutative=True,

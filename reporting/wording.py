@@ -204,11 +204,22 @@ def applied_rows(record: Record) -> list[Row]:
     for decision in record.plan.decisions:
         if decision.status == "applied":
             alike.setdefault(_likeness(decision), []).append(decision)
+    whole_us = (record.timings or {}).get("before_ms", 0.0) * 1e3
     rows = [
-        _row(each, earlier=each[0].step < record.earlier_passes, compared=record.finishing.get(each[0].pass_name, ""))
+        _row(
+            each, earlier=each[0].step < record.earlier_passes,
+            compared=record.finishing.get(each[0].pass_name, ""), part=_part(each, whole_us),
+        )
         for each in alike.values()
-    ]
+    ]  # fmt: skip
     return rows + _optimizer_rows(record.optimizer)
+
+
+def _part(decisions: Sequence[Decision], whole_us: float) -> str:
+    """Say which part of the model's time sites take, where that is neither little nor almost all of it."""
+    taken_us = sum(each.figures.get("before_us") or 0.0 for each in decisions)
+    part = taken_us / whole_us if whole_us else 0.0
+    return f", of {part:.0%} of the model" if _VISIBLE_SHARE <= part <= 1.0 - _VISIBLE_SHARE else ""
 
 
 def _optimizer_rows(chosen: Mapping[str, Any]) -> list[Row]:
@@ -237,7 +248,7 @@ def _likeness(decision: Decision) -> tuple[object, ...]:
     return decision.step, decision.pass_name, decision.choice, decision.detail, place, checked
 
 
-def _row(decisions: Sequence[Decision], *, earlier: bool, compared: str) -> Row:
+def _row(decisions: Sequence[Decision], *, earlier: bool, compared: str, part: str) -> Row:
     decision, figures, every = decisions[0], decisions[0].figures, [decision.figures for decision in decisions]
     times = [time for time in dict.fromkeys(map(_time, every)) if time] or [""]
     hurried = " (on one call: no time was left)" if any(each.get("hurried") for each in every) else ""
@@ -256,7 +267,7 @@ def _row(decisions: Sequence[Decision], *, earlier: bool, compared: str) -> Row:
         error=printable(compared)
         or _largest_errors(every, is_lossy=decision.numerics == Numerics.APPROXIMATE.value) + hurried,
         speed=_speeds(every) + _how_timed(figures) + _shared(figures),
-        time=times[0] + (" (the first)" if len(times) > 1 else ""),
+        time=times[0] + (" (the first)" if len(times) > 1 else "") + part,
         timed=_timed(figures.get("lowerings") or {}, decision.choice),
     )
 

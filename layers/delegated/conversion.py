@@ -41,14 +41,13 @@ _MOST_ONCE = 8
 _MOST_FAILURES = 4
 """Each shape at which an engine raises costs a new session: where more do, it is done without."""
 
-_LONG, _READY = 0.1, 3.0
-"""Seconds of a call: of a longer one a second session would take too long to be made and timed. A first call may take
-so many times as long as others."""
+_LONG = 0.1
+"""Seconds of a call: of a longer one a second session would take too long to be made and timed."""
 _ROUNDS, _FEWEST, _SECONDS, _GAINS = 8, 3, 0.15, 0.95
 """A session for one shape is timed in so many rounds, or fewer that take this time, and kept if it takes this part of
 the time of the other one; see decision 036."""
 _SMALL, _GAINS_OF_SMALL = 1 << 27, 0.98
-"""Tensors of so many bytes may be held twice for a smaller gain."""
+"""Tensors of so many bytes may be held twice for a smaller gain, and the session for one shape is made first."""
 
 _users = set[int]()  # the process in which engines were used first, by its id; a fork of it has that, too
 
@@ -163,38 +162,48 @@ class Converted:
         self.failures.add(key)
         return True
 
+    @property
+    def is_small(self) -> bool:
+        """Say whether the tensors may well be held twice."""
+        return sum(tensor.nbytes for tensor, *_ in self.noted) <= _SMALL
+
     def fix(self) -> None:
         """Compile for the shapes of the example alone, too."""
         key = key_of(self.example)
-        fixed = getattr(self.session(key), "fixed", None)
+        self.session(key)
+        fixed = getattr(self.by_threads[key[0]], "fixed", None)
         if fixed is not None and key not in self.fixed:
             self.fixed[key] = fixed(self.example)
 
-    def fix_where_faster(self) -> None:
-        """Compile for the shapes of the example alone, too, and keep that where it is faster."""
+    def settle(self) -> bool:
+        """Keep a session for the shapes of the example alone where it is faster, or where there is no other one yet;
+        say whether there is one then.
+        """
         key = key_of(self.example)
-        general = self.session(key)
-        fixed = getattr(general, "fixed", None)
-        if fixed is None:
-            return
-        seconds = 0.0
-        for limit in (_READY * _LONG, _LONG):  # the first call gets ready
-            start = time.perf_counter()
-            general(self.example)
-            if (seconds := time.perf_counter() - start) > limit:
-                return
-        session = fixed(self.example)
+        self.session(key)
+        general = self.by_threads[key[0]]
+        is_alone = key in self.fixed and not getattr(general, "is_compiled", True)
+        if not is_alone and hasattr(general, "fixed"):
+            fixed = self._faster(key, general)
+            if fixed is not self.fixed.get(key):
+                self.by_shapes.pop(key, None)  # results of the other session are compared at the next call
+            self.fixed.pop(key, None)  # in place: copies of the model have the same
+            self.fixed.update({} if fixed is None else {key: fixed})
+        return key in self.fixed
+
+    def _faster(self, key: Any, general: Session) -> Session | None:
+        """Return the session for the shapes of the example alone, if it is faster than the one for all shapes."""
+        seconds = min(_seconds_of(time.perf_counter, general, self.example) for _ in range(2))  # the first gets ready
+        if seconds > _LONG:
+            return None
+        session = self.fixed.get(key) or cast("Any", general).fixed(self.example)
+        session(self.example)
         # Others take processors, so time on them counts; an engine of several threads works on threads of its own.
         clock = time.thread_time if key[0] == 1 else time.process_time
-        times: dict[bool, list[float]] = {True: [], False: []}
-        for _ in range(min(_ROUNDS, max(_FEWEST, int(_SECONDS / seconds)))):
-            for is_fixed, each in ((True, session), (False, general)):
-                start = clock()
-                each(self.example)
-                times[is_fixed].append(clock() - start)
-        is_small = sum(tensor.nbytes for tensor, *_ in self.noted) <= _SMALL
-        if min(times[True]) <= (_GAINS_OF_SMALL if is_small else _GAINS) * min(times[False]):
-            self.fixed[key] = session
+        rounds = range(min(_ROUNDS, max(_FEWEST, int(_SECONDS / seconds))))
+        both = [[_seconds_of(clock, each, self.example) for each in (session, general)] for _ in rounds]
+        took, before = map(min, zip(*both, strict=True))
+        return session if took <= (_GAINS_OF_SMALL if self.is_small else _GAINS) * before else None
 
     def move_to(self, tensors: Sequence[Tensor]) -> None:
         """Know the same numbers in other memory; compile anew what holds on to the old one."""
@@ -217,10 +226,11 @@ class Converted:
 
 def converted(
     engine: Engine, graph: fx.Graph, inputs: Sequence[Tensor], tensors: Sequence[Tensor], dtype: torch.dtype,
-    known: Iterable[Converted], *, timed: bool = True,
+    known: Iterable[Converted], *, fixed: bool | None = None,
 ) -> Converted:  # fmt: skip
     """Let an engine take a region, for inputs such as these, or return what is `known` of tensors that hold the same.
-    Where nothing is `timed`, whoever repeats a decision says what is compiled for the shapes of the inputs alone.
+    If `fixed`, it is compiled at first for the shapes of the inputs alone, and for others when these come; None: if the
+    tensors are small.
 
     Raises:
         Refused: a tensor is none that engines take, or its numbers are not to be taken now.
@@ -245,9 +255,9 @@ def converted(
         example = [x.detach().clone(memory_format=torch.contiguous_format) for x in inputs]  # as at each call
         compile_ = _Compile(engine, _Computation(graph, tensors), example, dtype)
         result = Converted(unchanged, compile_, _notes_of(tensors), sum_of(tensors))
+        if result.is_small if fixed is None else fixed:
+            result.fix()
         result.session(key_of(example))
-        if timed:
-            result.fix_where_faster()
         result.seconds = time.perf_counter() - start
         return result
 
@@ -302,6 +312,13 @@ class _Computation(nn.Module):
             for spent in self._spent.get(node, ()):
                 del values[spent]
         return ()
+
+
+def _seconds_of(clock: Callable[[], float], session: Session, inputs: Sequence[Tensor]) -> float:
+    """Return what a call takes by a clock."""
+    start = clock()
+    session(inputs)
+    return clock() - start
 
 
 def key_of(inputs: Sequence[Tensor]) -> Any:

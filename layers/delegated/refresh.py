@@ -29,8 +29,7 @@ def fixed_regions(model: nn.Module) -> tuple[bool, ...]:
 def fix_regions(model: nn.Module, fixed: Sequence[bool]) -> None:
     """Repeat what `fixed_regions` said of an equal model; raise ValueError where that has other regions."""
     for (region, _), is_fixed in zip(regions_of(model), fixed, strict=True):
-        if is_fixed:
-            region.fix()
+        region.fix(fixed=is_fixed)
 
 
 def held_bytes(model: nn.Module) -> dict[str, tuple[int, bool]]:

@@ -91,6 +91,8 @@ class DelegatedRegion(Keeping):
         self.left = ""
         """Why the region does without its engine."""
         self._told = ""
+        self._fixes: bool | None = None
+        """Whether the engine has a session for the shapes of the example alone; None where that is not decided."""
 
     def __call__(self, *operands: Any) -> Sequence[Tensor]:
         """Return what the region computes, each result in memory of its own."""
@@ -142,13 +144,18 @@ class DelegatedRegion(Keeping):
         """Say whether it holds them twice now: for other shapes, too."""
         return any(held.fixed and len(held.sessions) > len(held.fixed) for held in tuple(self._converted.values()))
 
-    def fix(self) -> None:
-        """Let the engine take the tensors once more, for the shapes of the example alone: an equal region was faster
-        so.
-        """
+    def fix(self, *, fixed: bool) -> None:
+        """Let the engine take the tensors for the shapes of the example alone, too: an equal region was faster so."""
         with self._lock:
-            for held in self._converted.values():
+            self._fixes = fixed
+            for held in self._converted.values() if fixed else ():
                 held.fix()
+
+    def settle(self) -> None:
+        """Learn whether a session for the shapes of the example alone is worth its memory, and keep it if so."""
+        with self._lock, dispatch_modes_off(), torch.no_grad():
+            for held in self._converted.values():
+                self._fixes = held.settle()
 
     def prepare(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor], allowed: float = math.inf) -> None:
         """Let the engine take the tensors as they are, for inputs such as these; raise what it raises, or RuntimeError
@@ -246,7 +253,8 @@ class DelegatedRegion(Keeping):
         with self._lock:
             known = [each for copy in tuple(self._copies) for each in tuple(copy._converted.values())]
             engine = engine_named(self.engine)
-            new = converted(engine, self.graph, inputs, tensors, self.dtype, known, timed=not judged_outside)
+            fixed = False if judged_outside else self._fixes  # whoever repeats a decision says so afterwards
+            new = converted(engine, self.graph, inputs, tensors, self.dtype, known, fixed=fixed)
             return self._keep(_key_of(tensors), new)
 
     def _keep(self, key: int, new: Converted) -> Converted:
@@ -326,7 +334,7 @@ class DelegatedRegion(Keeping):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DelegatedRegion:
         copy = DelegatedRegion(self.engine, copy_graph(self.graph), self.inputs, self.dtype)
-        copy._copies = self._copies
+        copy._copies, copy._fixes = self._copies, self._fixes
         copy._copies.add(copy)
         return copy
 

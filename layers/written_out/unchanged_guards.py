@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ...compat import REGISTERS, has_hooks, hook_registries, own_children
+from ...compat import REGISTERS, hook_registries, own_children, runs_hooks
 from ...runtime.graphs import capture_of
 from ...runtime.guards import NOT_HELD
 from ...runtime.values import Absent, is_plain_structure, user_class
@@ -78,7 +78,7 @@ def _count(module: nn.Module) -> int:
 
 
 class UnchangedGuard:
-    """Say of a module whether those inside of it are what they were when their calls were written out, without hooks.
+    """Say of a module whether those inside of it are what they were when calls were written out, and run no hooks.
     At each call lists are compared; copies and pickles look anew. `compiled` answers while `torch.compile` reads the
     code.
     """
@@ -98,7 +98,7 @@ class UnchangedGuard:
         known = self._known.get(id(module))
         if known is not None:
             hooks, places, names, values, types, registries, sizes, modules, kinds, is_right, _ = known
-            if any(hooks):
+            if any(hooks) and runs_hooks(hooks):
                 return False
             try:
                 held = [*map(getitem, places, names)]
@@ -123,7 +123,7 @@ class UnchangedGuard:
         key, known = id(module), self._known
         known[key] = (*noted, weakref.ref(module, lambda _: known.pop(key, None)))
         hooks, *_, is_right = noted
-        return is_right and not any(hooks)
+        return is_right and not runs_hooks(hooks)
 
     def _noted(self, module: nn.Module) -> tuple[Any, ...]:
         places: list[dict[str, Any]] = []
@@ -176,7 +176,7 @@ def _unchanged_guard(opened: Sequence[Opened], children: int | None, compiled: b
 def _is_unchanged(module: nn.Module, opened: Opened) -> bool:
     if opened.children not in (None, _count(module)):
         return False
-    if _kind(module) is not opened.kind or "forward" in vars(module) or has_hooks(module):
+    if _kind(module) is not opened.kind or "forward" in vars(module):
         return False
     if any(vars(module)[register].get(name) is not None for register in REGISTERS for name in opened.without):
         return False

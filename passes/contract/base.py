@@ -188,6 +188,9 @@ class Pass:
         """Rewrite one site, through `edit` only."""
         raise NotImplementedError(f"{type(self).__name__}.rewrite")
 
+    def settle(self, site: Site) -> None:
+        """Finish what was written at a site and stands, once the whole model was compared, if there is time."""
+
     def reference(self, site: Site, original: nn.Module) -> nn.Module | None:
         """Return what the rewritten module must be equal to, where the pass changes the function by design.
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -66,9 +66,9 @@ class Comparison:
         self._references: verification.References | None = None
         self._simulation: verification.References | None = None
         self.before = self.runner()
-        self.choices = self._affordable()
-        if not self.choices:
-            self.timed, self.before, self.choices = False, None, group.choices
+        self._seconds = 0.0 if self.before is None else self.before.seconds
+        if not self._has_time_to_time_one():
+            self.timed, self.before = False, None
 
     @contextmanager
     def _running(self, stage: Stage = Stage.CHECKING) -> Generator[None]:
@@ -81,20 +81,38 @@ class Comparison:
         """Return the module around the group as it is now: a rewrite may put another in its place."""
         return self._program.module(self.group.owner)
 
-    def _affordable(self) -> tuple[str | None, ...]:
-        """Return as many lowerings as there is time to time, in their order; none where there is none for one."""
-        choices, seconds = self.group.choices, 0.0 if self.before is None else self.before.seconds
-        if not self.timed or self.group.required or math.isinf(self._limit) or not seconds:
-            return choices
-        if self._count(seconds) < len(choices) and self.before is not None:
-            with self._running(Stage.TIMING):
-                seconds = min(seconds, self.before.seconds_in_one_thread())
-        return choices[: self._count(seconds)]
+    def _has_time_to_time_one(self) -> bool:
+        """Say whether there is time to time a lowering that takes as long as what is there."""
+        if self.before is None or self.group.required or self._takes([self._seconds]) <= self._limit:
+            return True
+        with self._running(Stage.TIMING):
+            self._seconds = min(self._seconds, self.before.seconds_in_one_thread())
+        return self._takes([self._seconds]) <= self._limit
 
-    def _count(self, seconds: float) -> int:
-        """Return how many lowerings there is time to time where a call of the module takes so long."""
-        count = (self._limit / seconds - timing.CALLS_OF_TWO) / timing.CALLS_OF_EACH
-        return max(0, int(min(count, sys.maxsize)) - 1)
+    def has_time_for_another(self, written: Sequence[timing.Runner | None]) -> bool:
+        """Say whether there is time to time one lowering more, of which a call takes as long as of those written."""
+        if self.group.required:
+            return True
+        seconds = [self._seconds if each is None else min(each.seconds, self._seconds) for each in written]
+        return self._takes([*seconds, fmean(seconds)]) <= self._limit
+
+    def _takes(self, lowerings: Sequence[float]) -> float:
+        """Return what timing takes, given what a call of each lowering does; of a contested pass, which is not to be
+        taken untimed, what it takes where the answer is clear.
+        """
+        every = self._seconds + sum(lowerings)
+        if self.pass_.contested:
+            return timing.CALLS_OF_CLEAR * every
+        return timing.CALLS_OF_TWO / 2 * (self._seconds + min(lowerings)) + timing.CALLS_OF_EACH * every
+
+    def within(self, seconds: float) -> None:
+        """Take no more seconds for timing: writing may have taken what there was."""
+        self._limit = min(self._limit, seconds)
+
+    def rough_gain(self, runner: timing.Runner) -> float:
+        """Return how many times as fast as before a candidate is, from few calls."""
+        with self._running(Stage.TIMING):
+            return 0.0 if self.before is None else timing.rough_ratio(self.before, runner)
 
     @property
     def checks(self) -> bool:

@@ -96,7 +96,8 @@ class Manager:
             costs_time = pass_.goal is Goal.MEMORY and self.program.training
             if costs_time:  # what it costs is not to speak against what others gain
                 self._time_whole()
-            self.context.budget.begin_pass(among[step] + contest.is_due, owed=not pass_.only_speeds_up)
+            count, is_contested = among[step] + contest.is_due, pass_.contested and step + 1 < len(contest.passes)
+            self.context.budget.begin_pass(count, owed=not pass_.only_speeds_up, contested=is_contested)
             self._observe(step, pass_, partial(self._run_pass, pass_))
             if costs_time and self._baseline is not None:
                 self._settled, self._baseline = tuple(self.rewrites), shallow_clone(self.program.model)
@@ -133,6 +134,12 @@ class Manager:
                 if not self._time_whole():
                     break
             self.rounding = check.seen_rounding
+
+    def settle(self) -> None:
+        """Let passes finish what stands, while there is time."""
+        for rewrite in self.rewrites:
+            if self.context.budget.left > 0.0:
+                self._tuner.settle(rewrite.pass_, rewrite.group)
 
     def is_right(self, original: nn.Module, *, brief: bool, rounding: float) -> bool:
         """Compare and undo nothing; `brief`: on the example calls alone, for an equal model was compared on others, and

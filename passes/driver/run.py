@@ -209,6 +209,7 @@ def _decided(model: nn.Module, start: _Start, request: Request) -> Manager:
         else:
             manager.repeat(request.passes, request.plan, verified=request.checks_plan)
     manager.compare(model)
+    manager.settle()
     for step, pass_ in enumerate(request.passes if request.decides else ()):
         pass_.check_decisions([decision for decision in manager.decisions if decision.step == step])
     if measured is not None:

@@ -16,16 +16,18 @@ from ..contract import Pass
 from ..pipeline import supervised
 from ..rewriting import Edit, ReadsOutOfOrder
 from ..sites import Cause, Phase, Reason, Site
-from ..timing import OutOfTimeError
+from ..timing import OutOfTimeError, Stage
 from .comparison import UNNAMED, Comparison
 from .context import Check, RunContext
 from .groups import Candidate, Group, Race, changes, identity, is_like
 from .halving import in_halves
 from .history import Rewrite
 
-__all__ = ["Tuner"]
+__all__ = ["CLEAR", "Tuner"]
 
 T = TypeVar("T")
+CLEAR = 1.5
+"""What a contested pass makes so many times as fast stays without a contest: other passes seldom gain as much."""
 _MOST_VARIATIONS = 12  # so many changes to the best common lowering are timed beside it
 
 
@@ -39,8 +41,9 @@ class Tuner:
         """Return in how many seconds a group is to be timed; 0 where it is not."""
         if not self.context.is_timed(pass_):
             return 0.0
-        has_choice = len(group.choices) > 1
-        return self.context.budget.for_a_race(whole=not group.owner, among=self.sharing, has_choice=has_choice)
+        return self.context.budget.for_a_race(
+            whole=not group.owner, among=self.sharing, has_choice=len(group.choices) > 1, alone=pass_.contested
+        )
 
     def _comparison(
         self, pass_: Pass, group: Group, *, time: bool = True, brief: bool = False, ended: bool = False
@@ -108,6 +111,14 @@ class Tuner:
         """Run a pass's own code within its time limit, and with its name on what it raises."""
         seconds = self.context.request.settings.pass_timeout * times
         return supervised(action, what=lambda: f"pass '{pass_.name}' ({step()})", seconds=seconds)
+
+    def settle(self, pass_: Pass, group: Group) -> None:
+        """Let a pass finish what it wrote at a group, and stands."""
+        if type(pass_).settle is Pass.settle:
+            return
+        with self.context.budget.spending(Stage.TIMING):
+            for site in group.sites:
+                self.supervised(pass_, lambda: f"site {group.key}", lambda site=site: pass_.settle(site))
 
     def _written(self, comparison: Comparison, group: Group) -> Candidate:
         """Write a group, without the sites that cannot be; it stands in the program, unless that is none."""
@@ -214,6 +225,8 @@ class Tuner:
                 untimed = Measured(untimed=self.context.budget.too_short).figures()
                 kept = dataclasses.replace(kept, figures={**kept.figures, **untimed})
             return kept, group.rest(kept.group)
+        if pass_.contested:
+            comparison.within(self.seconds_to_time(pass_, group))
         return self._settled(comparison, self._race(comparison, able), ())
 
     def _settled(
@@ -239,8 +252,6 @@ class Tuner:
         candidates: dict[str, Candidate] = {}
         begun = self.context.budget.spent
         for choice in comparison.group.choices:
-            if sum(not each.failure for each in candidates.values()) >= len(comparison.choices):
-                break  # there is no time to time another one
             if candidates and not comparison.group.required and not self._allows_another(comparison, candidates, begun):
                 break
             if not comparison.timed:
@@ -249,6 +260,7 @@ class Tuner:
             decide = self._runnable if comparison.timed else self._verified
             candidate = decide(comparison, candidate)
             candidates[choice or UNNAMED] = candidate
+            self._share_with_none(comparison, candidate)
             is_settled = not candidate.failure or (candidate.was_written and not comparison.group.is_single)
             if candidate.is_hopeless or (is_settled and not comparison.timed):
                 break
@@ -256,10 +268,22 @@ class Tuner:
 
     def _allows_another(self, comparison: Comparison, written: Mapping[str, Candidate], begun: float) -> bool:
         """Say whether one lowering more fits, if it takes as long to write as those before it: engines take seconds."""
-        budget, is_needed = self.context.budget, all(candidate.failure for candidate in written.values())
-        if is_needed and self.context.check_of(comparison.pass_, comparison.group) is not Check.NEVER:
+        budget, able = self.context.budget, [each.runner for each in written.values() if not each.failure]
+        if able and comparison.timed and not comparison.has_time_for_another(able):
+            return False
+        if not able and self.context.check_of(comparison.pass_, comparison.group) is not Check.NEVER:
             return True
-        return budget.spent + (budget.spent - begun) / len(written) <= budget.for_sites
+        end = budget.end_of_writing(whole=not comparison.group.owner)
+        return budget.spent + (budget.spent - begun) / len(written) <= end
+
+    def _share_with_none(self, comparison: Comparison, candidate: Candidate) -> None:
+        """Take the time for the comparison without a contested pass, where what it gains is so clear that there is
+        none.
+        """
+        if not comparison.pass_.contested or candidate.runner is None:
+            return
+        if comparison.group.required or comparison.rough_gain(candidate.runner) >= CLEAR:
+            self.context.budget.take_share_of_contest()
 
     def _runnable(self, comparison: Comparison, candidate: Candidate) -> Candidate:
         """Take a candidate that stands out of the program, and make it run beside the others."""

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch.nn.utils import parametrize
 
-from ...compat import all_modules, has_hooks
+from ...compat import all_modules, has_hooks, only_collects
 from ...runtime.graphs import Capture, Specialization, WrappedRegion, capture_of
 from ...runtime.guards import (
     SELF,
@@ -46,13 +46,15 @@ def reason_against_inlining(module: nn.Module) -> str | None:
     return next((reason for reason in map(reason_against_opening, all_modules(module)) if reason is not None), None)
 
 
-def reason_against_opening(module: nn.Module) -> str | None:
-    """Return why a module must stay one call, whatever is inside it, or None; all that look into modules ask this."""
+def reason_against_opening(module: nn.Module, *, asks_for_hooks: bool = False) -> str | None:
+    """Return why a module must stay one call, whatever is inside it, or None; all that look into modules ask this.
+    Whoever `asks_for_hooks` at each call, as `UnchangedGuard` does, opens those with hooks that do nothing now, too.
+    """
     if isinstance(module, WrappedRegion):
         return f"it opens {module.context}"
     if user_class(type(module)).__call__ is not nn.Module.__call__ and not isinstance(module, fx.GraphModule):
         return "it has a __call__ of its own"
-    if has_hooks(module):
+    if has_hooks(module) and not (asks_for_hooks and only_collects(module)):
         return "it has hooks"
     if parametrize.is_parametrized(module):
         return "it has parametrizations"

@@ -6,13 +6,24 @@ from .budget import DEFAULT_BUDGET, BudgetRequest, OutOfTimeError, Stage, TimeBu
 from .conditions import last_level_bytes, race_clock
 from .held import held_memory
 from .live_bytes import LiveBytes, MemoryUse, call_bytes, memory_use
-from .measure import CALLS_OF_EACH, CALLS_OF_TWO, Interval, Timings, time_candidates
-from .pairs import kinds_within, microseconds, no_faster, no_gain, time_kind, time_pair, timing_figures, within_left
+from .measure import CALLS_OF_CLEAR, CALLS_OF_EACH, CALLS_OF_TWO, Interval, Timings, time_candidates
+from .pairs import (
+    kinds_within,
+    microseconds,
+    no_faster,
+    no_gain,
+    rough_ratio,
+    time_kind,
+    time_pair,
+    timing_figures,
+    within_left,
+)
 from .runner import Runner, forward_seconds
 
 __all__ = [
-    "CALLS_OF_EACH", "CALLS_OF_TWO", "DEFAULT_BUDGET", "BudgetRequest", "Interval", "LiveBytes", "MemoryUse",
-    "OutOfTimeError", "Runner", "Stage", "TimeBudget", "Timings", "budget_clock", "call_bytes", "forward_seconds",
-    "held_memory", "kinds_within", "last_level_bytes", "memory_use", "microseconds", "no_faster", "no_gain",
-    "race_clock", "time_candidates", "time_kind", "time_pair", "timing_figures", "within_left",
+    "CALLS_OF_CLEAR", "CALLS_OF_EACH", "CALLS_OF_TWO", "DEFAULT_BUDGET", "BudgetRequest", "Interval", "LiveBytes",
+    "MemoryUse", "OutOfTimeError", "Runner", "Stage", "TimeBudget", "Timings", "budget_clock", "call_bytes",
+    "forward_seconds", "held_memory", "kinds_within", "last_level_bytes", "memory_use", "microseconds", "no_faster",
+    "no_gain", "race_clock", "rough_ratio", "time_candidates", "time_kind", "time_pair", "timing_figures",
+    "within_left",
 ]  # fmt: skip

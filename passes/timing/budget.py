@@ -114,6 +114,7 @@ class TimeBudget:
         self._running: list[Stage] = []
         self._counted_until = 0.0
         self._beyond, self._until, self._is_owed = 0.0, math.inf, True
+        self._until_alone = math.inf  # the part of a pass that is compared with no other one
         self.captured_in = 0.0  # seconds, which are not counted
         self.writing = 0.0  # seconds that the rewrite which was written last took
         self.concessions: dict[str, None] = {}
@@ -208,16 +209,24 @@ class TimeBudget:
     def _kept_back(self, forwards: float, least: float) -> float:
         return min(max(forwards * self.forward, least * self.seconds), _WHOLE_MODEL_SHARE * self.seconds)
 
-    def begin_pass(self, sharing: int = 1, *, owed: bool = True) -> None:
+    def begin_pass(self, sharing: int = 1, *, owed: bool = True, contested: bool = False) -> None:
         """Give the next pass, which must be done if it is `owed`, its share of the time for sites that is left; the
-        rest is for those behind it.
+        rest is for those behind it. Of a `contested` pass one share is for the comparison without it.
         """
         if math.isfinite(self._until):
             most = math.inf if self._is_owed else max(0.0, _OF_OTHERS * self.seconds - self._beyond)
             self._beyond += min(max(0.0, self.spent - self._until), most)
         self._until, self._is_owed = math.inf, owed
-        if sharing > 1:
-            self._until = self.spent + max(0.0, self.for_sites - self.spent) / sharing
+        left = max(0.0, self.for_sites - self.spent)
+
+        def end(sharing: int) -> float:
+            return self.spent + left / sharing if sharing > 1 else math.inf
+
+        self._until, self._until_alone = end(sharing), end(sharing - contested)
+
+    def take_share_of_contest(self) -> None:
+        """Give the present pass the time for the comparison without it, too: there will be none."""
+        self._until = self._until_alone
 
     @property
     def _in_all(self) -> float:
@@ -239,13 +248,21 @@ class TimeBudget:
         """Say whether a site may still be checked."""
         return self.spent < self.for_sites * (_OF_CLEAN_UPS if clean_up else 1.0)
 
-    def for_a_race(self, *, whole: bool = False, among: int = 1, has_choice: bool = True) -> float:
+    def end_of_writing(self, *, whole: bool, alone: bool = False) -> float:
+        """Return how many seconds may be spent when the last lowering of a site is written; where that is the `whole`
+        model, none are kept for timing that once more. `alone`: if the pass is compared with no other one.
+        """
+        if not whole or math.isinf(self.seconds):
+            return self.for_sites
+        return min(self._until_alone if alone else self._until, self._in_all - self._kept_for_comparing)
+
+    def for_a_race(self, *, whole: bool = False, among: int = 1, has_choice: bool = True, alone: bool = False) -> float:
         """Return the seconds that the next race may take, `among` so many to come; the `whole` model has no second one.
+        `alone`: if the pass is compared with no other one.
 
         Without a choice to make, a race too short to tell a small gain is none: the whole model tells.
         """
-        is_all = whole and math.isfinite(self.seconds)
-        for_sites = min(self._until, self._in_all - self._kept_for_comparing) if is_all else self.for_sites
+        for_sites = self.end_of_writing(whole=whole, alone=alone)
         left = min(_OF_TIMING * for_sites - self._stages[Stage.TIMING], for_sites - self.spent)
         seconds = max(0.0, _OF_ONE_RACE * left) / among
         return seconds if has_choice or among == 1 or seconds >= _TELLING_SECONDS else 0.0

@@ -22,7 +22,7 @@ from .runner import Runner
 if sys.platform == "linux":
     import resource
 
-__all__ = ["CALLS_OF_EACH", "CALLS_OF_TWO", "Interval", "Runner", "Timings", "time_candidates"]
+__all__ = ["CALLS_OF_CLEAR", "CALLS_OF_EACH", "CALLS_OF_TWO", "Interval", "Runner", "Timings", "time_candidates"]
 
 Candidate = Callable[[], object]
 _SAMPLE_SECONDS = 200e-6
@@ -39,6 +39,8 @@ _NO_GAIN = 1.25
 """Where threads take this much longer by the clock than one uses of the processor, other programs have the cores."""
 CALLS_OF_EACH, CALLS_OF_TWO = 2 + FEWEST_ROUNDS, 2 * (SURE_ROUNDS - FEWEST_ROUNDS)
 """So many calls are made at least of each candidate, which is run twice to get ready, and then of the two best."""
+CALLS_OF_CLEAR = 1 + FEWEST_ROUNDS
+"""So many are made of each where they leave no doubt which one is the fastest."""
 _READY_FROM = 20e-3  # a call that takes so many seconds and has run once is ready
 _LONG_ROUND_SECONDS = 50e-3
 """Of rounds of this length no more than the fewest are taken in any case: a stall is a small part of each."""

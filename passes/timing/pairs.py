@@ -9,11 +9,14 @@ from contextvars import ContextVar
 from typing import Any
 
 from ..sites import Cause, Reason
+from .conditions import race_clock
 from .intervals import FEWEST_ROUNDS, SURE_ROUNDS, Interval, Timings
 from .measure import time_candidates
+from .runner import Runner
 
 __all__ = [
-    "kinds_within", "microseconds", "no_faster", "no_gain", "time_kind", "time_pair", "timing_figures", "within_left",
+    "kinds_within", "microseconds", "no_faster", "no_gain", "rough_ratio", "time_kind", "time_pair",
+    "timing_figures", "within_left",
 ]  # fmt: skip
 
 _SECONDS = 0.05
@@ -73,6 +76,17 @@ def time_kind(before: Callable[[], object], after: Callable[[], object], *, leas
 def within_left(seconds: float, part: float = _OF_LEFT) -> float:
     """Return so many seconds, or as many of them as a kind may take now: this part of what is left."""
     return max(0.0, min(seconds, part * _left.get()()))
+
+
+def rough_ratio(before: Runner, after: Runner) -> float:
+    """Return how many times as fast one is as the other, from two calls of each."""
+    clock, seconds = race_clock(waits_for_gpu=bool(before.gpus)), dict[Runner, float]()
+    for each in (before, after) * 2:
+        with each.leaving_no_trace():
+            start = clock()
+            each()
+            seconds[each] = min(seconds.get(each, math.inf), clock() - start)
+    return seconds[before] / max(seconds[after], 1e-9)
 
 
 def no_gain(

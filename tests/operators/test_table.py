@@ -17,6 +17,7 @@ from fxopt.operators import (
     canonical_name,
     function_path,
     has_random_effects,
+    info_of,
     mutates,
     operator_info,
     operator_of_module,
@@ -132,12 +133,24 @@ def test_names_of_functions(target: object, name: str | None) -> None:
         (lambda: called(torch.ops.aten.add_.Tensor, Tensor, 1), True),
         (lambda: called(torch.ops.aten.add.Tensor, Tensor, 1), False),
         (lambda: called(torch.ops.aten.add, Tensor, 1), False),
+        *((lambda of=of: called(of, Tensor, Tensor), False) for of in (operator.and_, operator.or_, operator.add)),
+        (lambda: called(operator.iand, Tensor, Tensor), True),
+        (lambda: called(torch.relu_, Tensor), True),
         (lambda: called(torch.ops.aten.sin.out, Tensor, out=Tensor), True),
         (lambda: called(torch.ops.aten.sin, Tensor, out=Tensor), True),
     ],
 )
 def test_what_operators_of_torch_ops_write(node: object, written: bool) -> None:
     assert mutates(node()) is written
+
+
+def test_where_of_one_operand_gives_places() -> None:
+    alone, chosen = called(torch.where, Tensor), called(torch.where, Tensor, Tensor, 0.0)
+    assert [canonical_name(each) for each in (alone, chosen)] == ["where"] * 2
+    assert [(info_of(each).shape, info_of(each).elementwise) for each in (alone, chosen)] == [
+        ("data", False), ("operands", True),
+    ]  # fmt: skip
+    assert info_of(called(torch.where, condition=Tensor)).name == "nonzero"
 
 
 def test_attention_without_dropout_draws_nothing() -> None:

@@ -256,6 +256,14 @@ def test_like_sites_with_figures_of_their_own_are_one_row_with_their_range():
     assert (speed, time) == ("50x to 63.1x", "4.1 ms -> 65 us (the first)")
 
 
+def test_of_sites_that_are_a_part_of_the_model_it_says_which_part():
+    timings = {"before_ms": 16.412, "after_ms": 8.0, "speedup": 2.05}
+    (row,) = rows_of(report(*(decision(label=f"layer.{i}", figures=FIGURES) for i in range(2)), timings=timings))
+    assert row[-1] == "4.1 ms -> 65 us, of 50% of the model"
+    (row,) = rows_of(report(decision(figures=FIGURES), timings={**timings, "before_ms": 4.2}))
+    assert row[-1] == "4.1 ms -> 65 us"
+
+
 def test_both_graphs_of_a_module_are_one_row_and_one_rewrite():
     both = [
         Decision(0, "fuse_ensembles", key, "applied", "attention", figures=FIGURES)

@@ -131,8 +131,6 @@ class DataFlow:
         if info_of(node).shape == "data" or is_leaf_function(node.target):
             return True
         name = _name(node)
-        if name == "where":
-            return len(node.args) == 1
         if name == "repeat_interleave":
             return any(used in self._tensors for used in node.all_input_nodes[1:])
         return node.target is operator.getitem and self._picks_by_mask(node.args[1])

@@ -115,3 +115,8 @@ class Delegate(Pass):
     def rewrite(self, site: Site, edit: Edit) -> None:
         ways, _ = self._ways(missing=True)
         write(site, edit, ways[site.choice or next(iter(ways))], in_8_bits=self.dtype is torch.int8)
+
+    def settle(self, site: Site) -> None:
+        ways, _ = self._ways(missing=True)
+        for found in site.found or ():
+            found.settle(ways[site.choice or next(iter(ways))])

@@ -21,7 +21,7 @@ from ...runtime.values import Meta, TensorMeta, copied, map_tensors, meta_of, qu
 from ...tracing.isolation import preserved
 from ...tracing.program import GraphRunner, Program, is_called, outermost
 from ..flatten_calls import Flat, flattened
-from .kinds import heavy_count, is_in_8_bits
+from .kinds import heavy_count, is_in_8_bits, name_of
 from .regions import Cut, Region
 from .rounding import share_rounding
 
@@ -29,6 +29,7 @@ __all__ = ["Found", "found_in", "has_8_bits", "look"]
 
 _LEAST_SHARE = 0.8
 """Regions of less than this part of a model gain less together than the passes that would find their graphs taken."""
+_MOST_NAMED = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +41,13 @@ class Found:
     cut: Cut
     runner: _Runner
     prepared: dict[Any, DelegatedRegion] = field(default_factory=dict[Any, "DelegatedRegion"])  # by engine and place
+
+    def settle(self, way: object) -> None:
+        """Let regions be as fast as they can in the way that was chosen, and let go of those in others."""
+        for key in [key for key in self.prepared if key[0] != way]:
+            del self.prepared[key]
+        for region in self.prepared.values():
+            region.settle()
 
     def given(self, region: Region) -> list[Tensor]:
         """Return what a region is given in the recorded call; raise MatchFailure where that is no tensor."""
@@ -105,10 +113,17 @@ def _site(program: Program, owner: str, found: list[Found], engines: Sequence[st
     regions = [region for each in found for region in each.cut.regions]
     operations = sum(len(region.computed) for region in regions)
     count = f"{len(regions)} region{'s' * (len(regions) != 1)}"
+    between = dict.fromkeys(name_of(node) for each in found for node in each.cut.dividing)
     return Site(
         program, owner, {}, phase=Phase.EVAL, choices=tuple(engines), required=required, found=found,
-        detail=f"{operations} operations in {count}",
+        detail=f"{operations} operations in {count}{_between(list(between))}",
     )  # fmt: skip
+
+
+def _between(calls: Sequence[str]) -> str:
+    """Say which calls stay between regions."""
+    more = f" and {len(calls) - _MOST_NAMED} others" if len(calls) > _MOST_NAMED else ""
+    return f", between {', '.join(calls[:_MOST_NAMED])}{more}" if calls else ""
 
 
 def look(program: Program, owner: str, together: Sequence[str] = (), *, in_8_bits: bool) -> list[Found]:

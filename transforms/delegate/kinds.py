@@ -22,7 +22,7 @@ from ...operators import (
 )
 from ...runtime.values import PLAIN_TYPES, Meta, TensorMeta, user_class
 
-__all__ = ["Kind", "heavy_count", "is_in_8_bits", "is_of_torch", "is_plain", "is_worth_a_call", "kinds_of"]
+__all__ = ["Kind", "heavy_count", "is_in_8_bits", "is_of_torch", "is_plain", "is_worth_a_call", "kinds_of", "name_of"]
 
 _HEAVY = frozenset(
     "linear matmul mm bmm addmm baddbmm einsum conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
@@ -121,10 +121,8 @@ def _kind_of(node: fx.Node, metas: Mapping[fx.Node, Meta]) -> Kind:
 
 def _may_refuse(node: fx.Node, metas: Mapping[fx.Node, Meta], given: Collection[fx.Node]) -> bool:
     """Say whether engines may differ by the numbers that a call is given: they raise, make shapes or are rounded."""
-    name, operands = _name_of(node), list[fx.Node]()
+    name, operands = name_of(node), list[fx.Node]()
     if info_of(node).shape == "data" or name.startswith(_DECOMPOSED) or name in _STAYS:
-        return True
-    if name == "where" and len(node.args) + len(node.kwargs) == 1:  # the places that are not zero
         return True
     if name == "floor_divide" or "rounding_mode" in node.kwargs:  # engines round quotients below zero otherwise
         return any(each in given for each in node.all_input_nodes)
@@ -147,17 +145,19 @@ def _is_of_object(node: fx.Node, metas: Mapping[fx.Node, Meta], kinds: Mapping[f
 
 
 def _is_view(node: fx.Node, metas: Mapping[fx.Node, Meta]) -> bool:
-    if _name_of(node) not in _VIEWS or not node.args or not isinstance(node.args[0], fx.Node):
+    if name_of(node) not in _VIEWS or not node.args or not isinstance(node.args[0], fx.Node):
         return False
     return not any(_holds_tensors(metas[each]) for each in node.all_input_nodes if each is not node.args[0])
 
 
 def _describes(node: fx.Node) -> bool:
-    return _name_of(node) in _DESCRIBES or getattr(node.target, "__name__", "") in _DESCRIBES
+    return name_of(node) in _DESCRIBES or getattr(node.target, "__name__", "") in _DESCRIBES
 
 
-def _name_of(node: fx.Node) -> str:
+def name_of(node: fx.Node) -> str:
     """Return what a call is called, also where the table of operators has no row for it."""
+    if node.op == "call_module":
+        return str(node.target)
     if node.target is getattr:
         return str(node.args[1])
     return canonical_name(node) or (

@@ -58,6 +58,13 @@ class Cut:
     def regions(self) -> list[Region]:
         return list(self._by_level.values())
 
+    @property
+    def dividing(self) -> list[fx.Node]:
+        """Return the calls that stay between the first region and the last one."""
+        levels = list(self._by_level) or [0]
+        stays = [node for node in self._of(Kind.OTHER) if node.op != "output"]
+        return [node for node in stays if min(levels) < self._levels[node] <= max(levels)]
+
     def _of(self, kind: Kind) -> list[fx.Node]:
         return [node for node in self.graph.nodes if self._kinds[node] is kind]
 

@@ -297,7 +297,7 @@ class _Writer(Opener):
         module = self.owner.get_submodule(path)
         if isinstance(module, ContextRegion) and module.context.gradients is False:
             return self._without_gradient(node, module, place, args, kwargs)
-        reason = reason_against_opening(module)
+        reason = reason_against_opening(module, asks_for_hooks=True)
         if reason is not None or isinstance(module, Region) or not _is_held(self.owner, path):
             self.closed[path] = reason or ""
             return None

@@ -14,13 +14,11 @@ from ...contract import Pass
 from ...sites import Cause, Goal, Reason
 from ...timing import Interval, no_faster
 from ..history import History, Rewrite
-from ..tuner import Tuner
+from ..tuner import CLEAR, Tuner
 from .timed import WholeModel
 
 __all__ = ["Contest"]
 
-_CLEAR = 1.5
-"""What is so many times as fast by itself stays without a contest: other passes seldom gain as much."""
 _EQUAL = 1.02
 """The other model may be slower by this factor: it keeps no second copy of the weights."""
 _CALLS = 24.0  # that a race of two models takes at least: six rounds, each with a call before, which is not timed
@@ -41,7 +39,7 @@ class Contest:
     def is_due(self) -> bool:
         """Say whether what a contested pass did stands, gains no more than other passes may, and some are behind it."""
         contested = self._contested
-        return bool(contested and self._behind(contested[0].decision.step)) and _gain(contested) < _CLEAR
+        return bool(contested and self._behind(contested[0].decision.step)) and _gain(contested) < CLEAR
 
     def decide(self, run: Callable[[Sequence[int]], None]) -> bool:
         """Let the faster model stand; return whether that is the one without what contested passes did.

@@ -216,7 +216,7 @@ def test_which_shapes_have_a_session_of_their_own_is_recalled_untimed(
         monkeypatch.setattr(f"fxopt.layers.delegated.conversion.{name}", gains)
     model, passes = linears(), f"delegate{{engine={engine}}}"
     fxopt.optimize(model, passes, example_inputs=X)
-    monkeypatch.delattr("fxopt.layers.delegated.conversion.Converted.fix_where_faster")
+    monkeypatch.delattr("fxopt.layers.delegated.conversion.Converted.settle")
     fast = fxopt.optimize(model, passes, example_inputs=X)
     assert fxopt.report(fast).to_json()["cached"]
     assert [region.is_fixed for region in regions(fast)] == [gains > 0]

@@ -97,6 +97,33 @@ def run(
     return manager, lambda: len(races)
 
 
+@dataclasses.dataclass(frozen=True)
+class Convert(Take):
+    """Take the same in one of two ways, each of which takes 30 s to write."""
+
+    budget_of: Any = dataclasses.field(default=None, compare=False)
+
+    def find(self, program: Program) -> Iterator[Site]:
+        yield from (dataclasses.replace(site, choices=("one", "two")) for site in super().find(program))
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        super().rewrite(site, edit)
+        self.budget_of.spent += 30.0
+
+
+@pytest.mark.parametrize(("gain", "ways"), [(1.2, ["one"]), (2.0, ["one", "two"])])
+def test_the_time_for_a_contest_that_will_not_be_is_for_another_lowering(
+    monkeypatch: pytest.MonkeyPatch, gain: float, ways: list[str]
+) -> None:
+    monkeypatch.setattr(timing, "rough_ratio", lambda before, after: gain)
+    budget = TimeBudget(100.0, forward=0.01)  # 75 for sites, half of which are for the contest
+    manager, _ = run(
+        monkeypatch, {"taken": -5, "own": -10, "before": 0}, Convert(budget_of=budget), Write(), budget=budget
+    )
+    (decision, *_) = (each for each in manager.decisions if each.pass_name == "convert")
+    assert list(decision.figures["lowerings"]) == ways
+
+
 def by_status(manager: Manager) -> Counter[tuple[str, str]]:
     return Counter((decision.pass_name, decision.status) for decision in manager.decisions)
 

@@ -293,7 +293,7 @@ def test_a_candidate_that_raises_is_left_out_of_the_race(check: bool, clock: Cal
 def test_a_candidate_that_raises_takes_no_time_of_the_next_one(
     monkeypatch: pytest.MonkeyPatch, clock: Callable[..., list[int]]
 ) -> None:
-    monkeypatch.setattr(Comparison, "_affordable", lambda self: self.group.choices[:1])
+    monkeypatch.setattr(Comparison, "has_time_for_another", lambda self, written: False)
     races = clock(lambda taken: 1.0)
     managed(Net(), Wider(), time=True)
     assert races == [2]

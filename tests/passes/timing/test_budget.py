@@ -99,6 +99,20 @@ def test_passes_that_share_have_equal_parts_and_take_what_is_left_over() -> None
     assert (budget.for_sites, budget.left, str(budget)) == (20.0, 36.0, "the time budget of 40 s")
 
 
+@pytest.mark.parametrize(("sharing", "part", "alone"), [(2, 10.0, 20.0), (4, 5.0, 20.0 / 3)])
+def test_a_pass_without_a_contest_takes_the_time_for_it(sharing: int, part: float, alone: float) -> None:
+    budget = TimeBudget(40.0, forward=1.0)  # 20 for sites
+    budget.begin_pass(sharing=sharing, contested=True)
+    assert budget.for_sites == part
+    of_whole = budget.end_of_writing(whole=True), budget.end_of_writing(whole=True, alone=True)
+    assert of_whole == (part, alone if sharing > 2 else 40.0 - 8.0)
+    budget.take_share_of_contest()
+    assert budget.for_sites == pytest.approx(alone)
+    budget.begin_pass(sharing=sharing)
+    budget.take_share_of_contest()
+    assert budget.for_sites == part
+
+
 def test_a_check_that_takes_too_long_takes_nothing_from_the_passes_behind() -> None:
     budget = TimeBudget(40.0, forward=1.0)
     budget.begin_pass(sharing=2)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fxopt
+from fxopt.compat import has_hooks
 
 transformers = pytest.importorskip("transformers")
 
@@ -49,6 +50,45 @@ def test_a_bert_with_its_attentions() -> None:
         same(fast, model, ids(*size))
     same(fast, model, ids(2, 7), attention_mask=torch.ones(2, 7, dtype=torch.int64).tril())
     same(fast, model, ids(2, 7), output_hidden_states=True)
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """Return a list that grows by each module that is called."""
+    found, call = list[nn.Module](), nn.Module._call_impl
+
+    def noted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        found.append(module)
+        return call(module, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "_call_impl", noted)
+    return found
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_hooks_that_a_call_for_hidden_states_leaves_cost_nothing(before: bool, called: list[nn.Module]) -> None:
+    model = bert()
+    if before:
+        model(ids(2, 7), output_hidden_states=True)
+    fast = written_out(model, ids(2, 7))
+    same(fast, model, ids(2, 7), output_hidden_states=True)
+    layers = cast("Any", fast).encoder.layer
+    assert all(map(has_hooks, layers))
+    for size in ((2, 7), (1, 5)):
+        called.clear()
+        same(fast, model, ids(*size))
+        assert not set(layers) & set(called)
+    same(fast, model, ids(2, 7), output_hidden_states=True)
+
+
+def test_a_hook_of_ones_own_beside_them_runs() -> None:
+    model, seen = bert(), list[nn.Module]()
+    model(ids(2, 7), output_hidden_states=True)
+    fast = written_out(model, ids(2, 7))
+    layer = cast("Any", fast).encoder.layer[1]
+    layer.register_forward_hook(lambda module, *_: seen.append(module))
+    same(fast, model, ids(2, 7))
+    assert seen == [layer]
 
 
 def test_a_mobilenet_that_pads_by_sizes() -> None:
