@@ -66,6 +66,10 @@ _WORDS: Mapping[Cause, str | Callable[[_Values], str]] = {
     Cause.IN_TRAINING: "it is for evaluation, and the model is in training; call model.eval() first",
     Cause.OVERTAKEN: "a site of this pass that overlaps with it was rewritten first",
     Cause.TOO_COSTLY: "to verify it would take most of the time that is left; allow more by time_budget",
+    Cause.TOO_LONG: lambda values: (
+        f"to write it would take about {values['needs']:.2g} s, and {values['spent']:.2g} s of {_time(values)} were "
+        "spent; allow more by time_budget"
+    ),
     Cause.NOT_CHECKED: lambda values: f"not checked: {_time(values)} was spent; allow more by time_budget",
     Cause.NOT_TIMED: lambda values: (
         f"not timed: its share of the time budget of {values['budget']:.3g} s is too short to tell; "

@@ -76,6 +76,12 @@ class Engine(ABC):
         """Return the version of the engine, or "" where it is not installed."""
         return _version(self.packages[0]) or ""
 
+    def seconds_to_take(self, nodes: int, forward: float) -> float:
+        """Return about how much processor time it takes to make a region of so many operations and tensors ready, a
+        call of which takes `forward` seconds by itself; 0 where nobody knows.
+        """
+        return 0.0
+
     @abstractmethod
     def compile(self, computation: nn.Module, example: Sequence[Tensor], dtype: torch.dtype, threads: int) -> Session:
         """Compile a module of plain operations, of as many inputs as `example` has, each of any shape that fits it.

@@ -33,6 +33,11 @@ _PRECISION = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "f32"}
 """Of what is computed in floats."""
 
 
+_READY, _NODE, _FORWARDS = 0.076, 0.0007, 5.7
+"""Seconds for a region and for each node, and calls of it: fitted to 17 models of up to 1,959 nodes and 495 MB, in one
+thread of an AMD EPYC (Zen 3), busy. They took 0.8 to 1.7 times that. The size of the weights tells nothing beside."""
+
+
 class OpenVINO(Engine):
     """Compile for the CPU by OpenVINO, with all sizes free."""
 
@@ -50,6 +55,9 @@ class OpenVINO(Engine):
         finally:
             if modules.get(_TELEMETRY) is None:
                 modules.pop(_TELEMETRY, None)
+
+    def seconds_to_take(self, nodes: int, forward: float) -> float:
+        return _READY + _NODE * nodes + _FORWARDS * forward
 
     def compile(self, computation: nn.Module, example: Sequence[Tensor], dtype: torch.dtype, threads: int) -> _Session:
         openvino = self.imported()

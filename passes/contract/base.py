@@ -184,6 +184,12 @@ class Pass:
     def check_decisions(self, decisions: Sequence[Decision]) -> None:
         """Raise BudgetError where the decisions on the pass's sites leave less than it promised; all stand by now."""
 
+    def seconds_to_write(self, site: Site) -> float:
+        """Return about how much processor time it takes to rewrite a site as its `choice` says, or in the way that
+        takes least; 0 where that is little.
+        """
+        return 0.0
+
     def rewrite(self, site: Site, edit: Edit) -> None:
         """Rewrite one site, through `edit` only."""
         raise NotImplementedError(f"{type(self).__name__}.rewrite")

@@ -14,6 +14,7 @@ from typing import Any, Literal, Union, cast
 import torch
 
 from ...errors import UsageError, did_you_mean
+from ...runtime.values import cached_by_class
 
 __all__ = ["WORD", "Text", "ValueMismatch", "format_options", "format_value", "option_types", "read_value", "type_text"]
 
@@ -56,10 +57,16 @@ def option_types(pass_type: type[Any]) -> dict[str, Any]:
     """
     fields = [f.name for f in dataclasses.fields(pass_type) if f.init and f.compare]
     try:
-        hints = typing.get_type_hints(pass_type)
+        hints = _hints(pass_type)
     except NameError as error:
         raise UsageError(f"an option of {pass_type.__qualname__} has a type that does not resolve: {error}") from error
     return {name: hints[name] for name in fields}
+
+
+@cached_by_class
+def _hints(pass_type: type[Any]) -> dict[str, Any]:
+    """Return what `typing` reads in the annotations of a class: it compiles each anew."""
+    return typing.get_type_hints(pass_type)
 
 
 def format_options(pass_: Any) -> str:

@@ -156,10 +156,13 @@ class Race:
 def narrowed(
     program: Program, pass_: Pass, found: Iterable[Group | Refusal], budget: timing.TimeBudget
 ) -> list[Group | Refusal]:
-    """Return what a clean-up found, without what would leave no time to the passes behind it: it saves little.
+    """Return what a pass found, without what there is too little time for.
 
-    In a model in evaluation it is written for that mode alone: gradients of a large model take most time and memory.
+    Of a clean-up, that is what would leave none to the passes behind it: it saves little. In a model in evaluation it
+    is written for that mode alone: gradients of a large model take most time and memory.
     """
+    if not pass_.clean_up:
+        return list(_written_in_time(pass_, found, budget))
     left, whole = _OF_TIME * (budget.for_sites - budget.spent), max(_size(program.model), 1)
     steps = _STEPS * budget.forward * (1.0 if program.training else _STEP)
 
@@ -170,7 +173,21 @@ def narrowed(
             return Refusal(Reason.of(Cause.TOO_COSTLY), group.label)
         return Group(tuple(dataclasses.replace(site, phase=Phase.EVAL) for site in group.sites))
 
-    return [affordable(each) if pass_.clean_up and isinstance(each, Group) else each for each in found]
+    return [affordable(each) if isinstance(each, Group) else each for each in found]
+
+
+def _written_in_time(
+    pass_: Pass, found: Iterable[Group | Refusal], budget: timing.TimeBudget
+) -> Iterator[Group | Refusal]:
+    """Yield what a pass found, without what it would write beyond the time: nothing ends a conversion by an engine."""
+    end, taken = budget.end_of_check, budget.spent
+    for each in found:
+        needs = sum(map(pass_.seconds_to_write, each.sites)) if isinstance(each, Group) and not each.required else 0.0
+        if needs and taken + needs > end:
+            yield Refusal(Reason(Cause.TOO_LONG, {**budget.values, "needs": needs}), each.label)
+        else:
+            taken += needs
+            yield each
 
 
 def _size(module: nn.Module) -> int:

@@ -14,7 +14,16 @@ from torch import nn
 from ...collection import collection_of_the_new, collection_paused
 from ...compat import all_modules
 from ...errors import InputError, UsageError
-from ...runtime.graphs import EVAL_ONLY, attach, capture_of, deactivate_again, detach, rank_local
+from ...runtime.graphs import (
+    EVAL_ONLY,
+    attach,
+    capture_of,
+    compile_postponed,
+    deactivate_again,
+    detach,
+    postponing,
+    rank_local,
+)
 from ...runtime.record import Plan, Record, record_of, view_of
 from ...runtime.state import RECORD_KEY, InParts, StateMap
 from ...runtime.values import ModelNames, RandomState, all_tensors, is_scripted, is_sharded
@@ -62,7 +71,9 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
             # Python's collector is for what runs of the model leave behind; what rewriting makes mostly lives on.
             around.enter_context(collection_paused())
         around.enter_context(collection_of_the_new())
-        fast = _on_all_ranks(model, names, request, others)
+        with postponing():
+            fast = _on_all_ranks(model, names, request, others)
+        compile_postponed(all_modules(fast))
         forget_copies(fast)
         if not finishes:
             return fast

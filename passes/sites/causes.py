@@ -29,6 +29,8 @@ class Cause(StrEnum):
     """It overlaps with a place that was rewritten before it."""
     TOO_COSTLY = "budget.too_costly"
     """Checking it would take most of the time that is left."""
+    TOO_LONG = "budget.too_long"
+    """Writing it would take much longer than what is left."""
     NOT_CHECKED = "budget.not_checked"
     """No time was left to check it."""
     NOT_TIMED = "budget.not_timed"

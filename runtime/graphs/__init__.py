@@ -25,6 +25,7 @@ from .captured import (
     recompile,
     uninstall,
 )
+from .compiled_class import compile_postponed, postponing
 from .contexts import Context, Opening, Surrounding
 from .fallback import CACHES, attach, detach, fallback_of, misses_in
 from .inactive import FOUND
@@ -47,10 +48,10 @@ from .source import generate
 
 __all__ = [
     "CACHES", "EVAL_ONLY", "FOUND", "Capture", "Captured", "Context", "ContextRegion", "Miss", "Opening",
-    "PortableGraph", "Region", "RegionPlan", "Specialization", "Surrounding", "WrappedRegion", "add_region", "attach",
-    "capture_of", "context_regions", "copy_graph", "deactivate_again", "detach", "drop_specializations", "fallback_of",
-    "fitting", "generate", "graph_name", "install", "misses_in", "note_added", "note_removed",
-    "own", "own_class", "rank_local", "recompile", "regions_of", "remove_region", "required_capture", "select",
-    "share_children", "specializations_of", "this_call", "trial_step", "uninstall", "usual", "with_graph",
-    "with_specializations",
+    "PortableGraph", "Region", "RegionPlan", "Specialization", "Surrounding", "WrappedRegion", "add_region",
+    "attach", "capture_of", "compile_postponed", "context_regions", "copy_graph", "deactivate_again", "detach",
+    "drop_specializations", "fallback_of", "fitting", "generate", "graph_name", "install", "misses_in",
+    "note_added", "note_removed", "own", "own_class", "postponing", "rank_local", "recompile", "regions_of",
+    "remove_region", "required_capture", "select", "share_children", "specializations_of", "this_call",
+    "trial_step", "uninstall", "usual", "with_graph", "with_specializations",
 ]  # fmt: skip

@@ -8,17 +8,20 @@ import itertools
 import linecache
 import types
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 from torch import nn
 
-from ..values import Signature, subclass
+from ..values import ContextFlag, Signature, subclass
 from .source import Code
 
-__all__ = ["dynamic_class"]
+__all__ = ["compile_postponed", "dynamic_class", "postponing"]
 
 _serial = itertools.count(1)
+
+postponing = ContextFlag("postponing")
+"""A forward is compiled where it is first asked for: most of those that a run writes are never called."""
 
 
 def dynamic_class(
@@ -33,7 +36,10 @@ def dynamic_class(
     """
     names = () if source is None else tuple(sorted((name, id(value)) for name, value in source.names.items()))
     key = ("" if source is None else source.text, names)
-    return subclass(base, (mixin,), lambda: _captured_body(base, mixin, source, signature, attributes), key=key)
+    cls = subclass(base, (mixin,), lambda: _captured_body(base, mixin, source, signature, attributes), key=key)
+    if not postponing:
+        _ = cls.forward  # a run in another thread may have made it
+    return cls
 
 
 def _captured_body(
@@ -45,8 +51,32 @@ def _captured_body(
 ) -> dict[str, Any]:
     body: dict[str, Any] = {"__init__": _like(mixin.__init__, base.__init__), **attributes()}
     if source is not None and signature is not None:
-        body["forward"] = _function(base, source, signature)
+        make = functools.partial(_function, base, source, signature)
+        body["forward"] = _Postponed(make) if postponing else make()
     return body
+
+
+class _Postponed:
+    """Stand for the forward of a class until it is asked for, and have the function there from then on."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._owner = weakref.ref(owner)
+
+    def __get__(self, module: nn.Module | None, cls: type) -> Any:
+        owner = cast("type[Any]", self._owner())
+        found = vars(owner)["forward"]
+        if found is self:  # else another thread was here
+            found = owner.forward = self._make()
+        return found.__get__(module, cls)
+
+
+def compile_postponed(modules: Iterable[nn.Module]) -> None:
+    """Compile the forwards of modules: compilers look for functions in classes, and take nothing else."""
+    for module in modules:
+        _ = type(module).forward
 
 
 def _like(function: Any, model: Any) -> Any:

@@ -15,7 +15,7 @@ from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...tracing.program import Program
-from .find import found_in, has_8_bits
+from .find import found_in, has_8_bits, seconds_to_take
 from .write import Way, write
 
 __all__ = ["Delegate"]
@@ -111,6 +111,13 @@ class Delegate(Pass):
                 yield replace(each, choices=tuple(order))
             else:
                 yield each
+
+    def seconds_to_write(self, site: Site) -> float:
+        if site.found is None:
+            return 0.0
+        ways, _ = self._ways(missing=True)
+        chosen = [site.choice] if site.choice else site.choices
+        return min(seconds_to_take(site, ways[choice].engine) for choice in chosen)
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         ways, _ = self._ways(missing=True)

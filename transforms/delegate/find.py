@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...errors import MatchFailure
-from ...layers.delegated import DelegatedRegion, judged_outside
+from ...layers.delegated import DelegatedRegion, engine_named, judged_outside
 from ...passes.rewriting import bound
 from ...passes.sites import Cause, Phase, Refusal, Site
 from ...runtime.graphs import required_capture
@@ -25,7 +25,7 @@ from .kinds import heavy_count, is_in_8_bits, name_of
 from .regions import Cut, Region
 from .rounding import share_rounding
 
-__all__ = ["Found", "found_in", "has_8_bits", "look"]
+__all__ = ["Found", "found_in", "has_8_bits", "look", "seconds_to_take"]
 
 _LEAST_SHARE = 0.8
 """Regions of less than this part of a model gain less together than the passes that would find their graphs taken."""
@@ -88,6 +88,16 @@ def found_in(program: Program, engines: Sequence[str], *, required: bool, in_8_b
 def has_8_bits(found: Iterable[Found]) -> bool:
     """Say whether layers of `quantize{scheme=int8_static}` are in a region."""
     return any(is_in_8_bits(node) for each in found for region in each.cut.regions for node in region.computed)
+
+
+def seconds_to_take(site: Site, engine: str) -> float:
+    """Return about how much processor time an engine takes to make the regions of a site ready. How long a part of a
+    model takes by itself is not known, and is left out.
+    """
+    regions = [region for each in site.found for region in each.cut.regions]
+    forward = 0.0 if site.owner else site.program.forward_seconds / len(regions)
+    nodes = (len(each.computed) + len(each.tensors) for each in regions)
+    return sum(engine_named(engine).seconds_to_take(count, forward) for count in nodes)
 
 
 def _outermost(program: Program, *, in_8_bits: bool) -> Iterator[tuple[str, list[Found]]]:

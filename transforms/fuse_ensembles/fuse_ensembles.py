@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -84,10 +85,13 @@ class FuseEnsembles(Pass):
             closed: dict[str, str] = {}
             seen: set[frozenset[Parameters]] = set()
             for case in present_cases(program, owner):
-                for path, reason in _closed_families(inlined_graph(program, owner, case.specialization)).items():
+                inlined = inlined_graph(program, owner, case.specialization)
+                for path, reason in _closed_families(inlined).items():
                     if path not in closed:
                         closed[path] = reason
                         yield Refusal(reason, qualified(owner, path))
+                if _most_alike(inlined) < self.members:
+                    continue
                 # Beside a large ensemble that is not fused yet, the gain of a small one is lost in the noise.
                 found = find_ensembles(program, owner, case.specialization)
                 for ensemble in sorted(found, key=lambda each: -sum(pack.size for pack in each.packs)):
@@ -150,6 +154,12 @@ def _kernels_compute_on(device: torch.device) -> bool:
     from ...cuda_ops import kernels_compute_on
 
     return kernels_compute_on(device)
+
+
+def _most_alike(inlined: InlinedGraph) -> int:
+    """Return how many operations of one kind there are: no ensemble has more members."""
+    computed = (each.operator for each in inlined.operations if each.kind not in ("placeholder", "get_attr", "output"))
+    return max(Counter(computed).values(), default=0)
 
 
 def _named(ensemble: Ensemble) -> str:

@@ -281,6 +281,8 @@ def _has_stacks(module: nn.Module) -> bool:
 
 
 def _has_stack(module: nn.Module) -> bool:
-    """Say whether a parameter may be the weights of several experts; one of a single row, such as positions, is not."""
+    """Say whether a parameter may be the weights of several experts; one of a single row, such as positions, is not,
+    nor one number for each head.
+    """
     own = own_parameters(module).values()
-    return any(each is not None and each.ndim == 3 and len(each) > 1 for each in own)
+    return any(each is not None and each.ndim == 3 and 1 < len(each) < each.numel() for each in own)

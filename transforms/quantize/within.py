@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Generic, TypeVar
 
 from torch import nn
 
+from ...passes.timing import within_left
 from ...progress_bar import progress_bar
 from ...tracing.program import Program
 from ..comparing import ComparedRun, computing
@@ -22,6 +24,9 @@ Layer = TypeVar("Layer")
 
 _MARGIN = 0.9
 """Of the budget: other calls err by a little more than the first."""
+
+_OF_LEFT = 0.5
+"""Layers are told apart for so large a part of the time that is left for sites; the others have to be written, too."""
 
 _SURELY = 0.8
 """So much of what is allowed is aimed at: the largest error does not add up quite as squares do."""
@@ -65,13 +70,19 @@ def left_in_floats(
 def costs_in_groups(
     sizes: Mapping[Layer, int], error: Callable[[Sequence[Layer]], float], allowed: float
 ) -> dict[Layer, float]:
-    """Return about what each layer alone costs: the group that costs most for its size is halved till the rest fits."""
+    """Return about what each layer alone costs: the group that costs most for its size is halved till the rest fits.
+    Where nothing is `allowed`, each is measured. Both end where half the time is spent that was left for sites.
+    """
     layers = list(sizes)
     groups: list[_Group[Layer]] = [_Group.of(layers, sizes, error)]
     rest = groups[0].cost ** 2
     alone: dict[Layer, float] = {}
+    least = math.ceil(math.log2(len(layers)))  # halvings that find one layer
+    halvings, end = itertools.count(), within_left(math.inf, _OF_LEFT)
     with progress_bar("fxopt: measuring layers", len(layers)) as move:
         while groups and rest > (_SURELY * allowed) ** 2:
+            if next(halvings) >= least and within_left(math.inf, 1.0) <= end < math.inf:
+                break
             group = groups.pop(max(range(len(groups)), key=lambda number: groups[number].density))
             if len(group.layers) == 1:
                 alone[group.layers[0]] = group.cost

@@ -11,6 +11,7 @@ from support.engines import X, delegated, linears, one_engine, regions, same
 from torch import Tensor, fx, nn
 
 import fxopt
+from fxopt import Cause
 from fxopt.transforms.delegate import find
 from fxopt.transforms.delegate.delegate import engine_named
 
@@ -67,6 +68,27 @@ def test_numbers_that_verification_makes_up_are_not_converted(engine: str, compi
     fxopt.refresh(fast)
     same(fast, model)
     assert compiled == [engine, engine]
+
+
+@one_engine
+def test_what_would_take_much_longer_than_is_left_is_not_converted(
+    engine: str, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def estimated(self: Any, nodes: int, forward: float) -> float:
+        return 0.01 * nodes + forward
+
+    for name in ("openvino", "onnxruntime"):
+        monkeypatch.setattr(type(engine_named(name)), "seconds_to_take", estimated)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(200))).eval()
+    fast = fxopt.optimize(model, "delegate", example_inputs=X, time_budget=2.0)
+    (decision,) = fxopt.plan(fast).decisions
+    assert decision.cause == Cause.TOO_LONG and not compiled
+    assert "to write it would take about 6" in decision.reason and "of the time budget of 2 s" in decision.reason
+    named = fxopt.optimize(model, f"delegate{{engine={engine}}}", example_inputs=X, time_budget=2.0)
+    assert regions(named) and compiled == [engine]
+    fxopt.optimize(model, "delegate", example_inputs=X, time_budget=60.0)
+    assert len(compiled) > 1
 
 
 @one_engine

@@ -341,17 +341,20 @@ def test_a_pruned_model_is_fused() -> None:
 
 
 class Positions(nn.Module):
-    """Adds what vision transformers have for each place, in a tensor of three dimensions."""
+    """Adds what vision transformers have for each place, or for each head, in a tensor of three dimensions."""
 
-    def __init__(self) -> None:
+    def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.positions = nn.Parameter(torch.randn(1, 5, 8))
+        self.positions = nn.Parameter(torch.randn(*shape))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.positions
 
 
-def test_positions_are_no_stack_of_experts_to_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shape", [(1, 5, 8), (2, 1, 1)])
+def test_positions_are_no_stack_of_experts_to_be_looked_at(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(find, "unrolling", pytest.fail)
-    program = fxopt.capture(nn.Sequential(Positions(), nn.Linear(8, 8)).eval(), (torch.randn(2, 5, 8),))
+    program = fxopt.capture(nn.Sequential(Positions(*shape), nn.Linear(8, 8)).eval(), (torch.randn(2, 5, 8),))
     assert list(find.find_mixtures(program)) == []

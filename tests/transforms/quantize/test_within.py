@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
+from fxopt.passes.timing import kinds_within
 from fxopt.transforms.quantize import within
 
 
@@ -37,6 +38,16 @@ def test_what_costs_most_for_its_size_is_found_first() -> None:
     found = within.costs_in_groups({0: 1, 1: 1, 2: 100, 3: 100}, added(costs, []), 3.7)
     assert (found[0], found[1]) == (1.0, 1.0)
     assert found[2] == found[3]  # without the small ones it is little enough, and nobody looks into these
+
+
+def test_layers_are_told_apart_as_long_as_there_is_time() -> None:
+    costs, runs, left = [0.1] * 64, list[int](), [2.0, 1.5, 1.1, 1.0]
+    costs[37] = 4.0
+    with kinds_within(lambda: left.pop(0) if left else 0.0):
+        found = within.costs_in_groups(dict.fromkeys(range(64), 1), added(costs, runs), 0.0)
+    assert len(runs) == 1 + 2 * (6 + 1)  # with no time at all, the one that costs most is found
+    assert max(found, key=found.__getitem__) == 37 and found[37] == 4.0
+    assert set(found) == set(range(64))
 
 
 class Two(nn.Module):

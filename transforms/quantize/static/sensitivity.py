@@ -19,7 +19,7 @@ from ....tracing.program import Program
 from ...comparing import ComparedRun
 from ..judging import Judge, Measurement
 from ..options import Options
-from ..within import costs, left_out
+from ..within import costs_in_groups, left_out
 from .scaling import InputForm
 
 __all__ = ["Sensitivity", "sensitivity"]
@@ -27,7 +27,7 @@ __all__ = ["Sensitivity", "sensitivity"]
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What quantizing costs, relative to the scale: each layer's results, and the model's by it alone."""
+    """What quantizing costs, relative to the scale: each layer's results, and about the model's by it alone."""
 
     own: Mapping[str, float]
     alone: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -45,7 +45,9 @@ def sensitivity(
     lost = judge.loss(list(ranges))
     if lost <= judge.allowed:
         return Sensitivity(simulation.own_errors, metric=judge.measured(ranges))
-    alone = costs(ranges, simulation.on_less().error)
+    alone = costs_in_groups(
+        dict.fromkeys(ranges, 1), simulation.on_less().error, judge.allowed if options.metric is None else 0.0
+    )
     left = left_out(alone, judge.loss, judge.allowed)
     return Sensitivity(simulation.own_errors, alone, left, judge.said(lost), judge.measured(ranges.keys() - set(left)))
 

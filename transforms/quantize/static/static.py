@@ -57,7 +57,7 @@ def _calibrated(options: Options, program: Program, layers: Mapping[str, nn.Modu
     if data:
         found = sensitivity(program, forms, options, judged)
     for name in found.left:
-        cost = f"quantized alone, it moves the model's results by {found.alone[name]:.2g} of their scale"
+        cost = f"quantized alone, it moves the model's results by about {found.alone[name]:.2g} of their scale"
         yield Refusal(f"{cost}; with all layers {found.together}", name)
     kept = {name: form for name, form in forms.items() if name not in found.left}
     yield from with_metric(_sites(program, kept, found), found.metric)

@@ -268,7 +268,7 @@ def test_the_most_costly_layers_stay_in_floats(net: nn.Module):
     assert 0 < worst["error"] < 0.05 and "%" in str(fxopt.report(whole).table())
     fast = optimized(net, budget=error(run(whole), run(net)) / 2)
     assert "refused" in statuses(fast) and "applied" in statuses(fast)
-    assert "quantized alone, it moves the model's results by" in reasons(
+    assert "quantized alone, it moves the model's results by about" in reasons(
         fast
     ) and "with all layers the whole model would err by" in reasons(fast)
     assert error(run(fast), run(net)) < error(run(whole), run(net)) / 2
@@ -288,7 +288,7 @@ def test_layers_are_tried_alone_on_a_part_of_the_call(net: nn.Module):
     forms = {name: InputForm(each) for name, each in ranges.items()}
     found = sensitivity(program, forms, Options(scheme="int8_static", budget=1e-6), program.whole_calls)
     assert set(found.left) == set(ranges) and all(0 < error < 1 for error in found.alone.values())
-    assert rows.count(8) == 1 + len(ranges)  # in floats, and with each of the layers rounded
+    assert rows.count(8) == 1 + 5  # in floats, with all rounded, and twice with either half
     assert rows.count(64) == 2 + 2  # in floats, with all rounded, and twice halving
 
 
