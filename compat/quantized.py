@@ -18,13 +18,14 @@ from ..errors import UsageError
 from .logs import unheard
 
 __all__ = [
-    "INT8_STEPS", "OBSERVERS", "Int8Result", "Observer", "dequantized_by_pattern", "empty_tensor", "exports_pattern",
-    "float8_product", "has_float8", "int4_packed", "int4_product", "int8_cells", "int8_convolution",
-    "int8_convolution_packed", "int8_lstm", "int8_numbers", "int8_packed", "int8_product_by_rows",
-    "int8_product_of_weights", "int8_product_static", "int8_rows_packed", "int8_static_packed", "int8_weight_packed",
-    "is_simulating", "load_pattern", "needs_reduced_range", "quantized_by_pattern", "rounded_with_learned_scale",
-    "runs_simulation", "simulating", "static_format", "weight_by_pattern", "why_no_int8", "why_no_static_int8",
-    "why_overflow", "without_torch_function", "writes_fake_quantization",
+    "INT8_STEPS", "OBSERVERS", "Int8Result", "Observer", "computes_floats_apart", "dequantized_by_pattern",
+    "empty_tensor", "exports_pattern", "float8_product", "has_float8", "int4_packed", "int4_product", "int8_cells",
+    "int8_convolution", "int8_convolution_packed", "int8_floats_packed", "int8_lstm", "int8_numbers", "int8_packed",
+    "int8_product_by_rows", "int8_product_of_floats", "int8_product_of_weights", "int8_product_static",
+    "int8_rows_packed", "int8_static_packed", "int8_weight_packed", "is_simulating", "load_pattern",
+    "needs_reduced_range", "quantized_by_pattern", "rounded_with_learned_scale", "runs_simulation", "simulating",
+    "static_format", "weight_by_pattern", "why_no_int8", "why_no_static_int8", "why_overflow", "without_torch_function",
+    "writes_fake_quantization",
 ]  # fmt: skip
 
 _TORCH: Any = torch
@@ -333,6 +334,28 @@ def int8_product_static(
     """Return the product of activations, [..., inputs] of uint8, and a weight."""
     *form, activation = result
     return _ONEDNN.qlinear_pointwise(numbers, scale, zero_point, *weight, *form, activation, [], "")
+
+
+@cache
+def computes_floats_apart() -> bool:
+    """Say whether FBGEMM's kernels take linear layers of 8 bits between floats: without VNNI oneDNN's are slower."""
+    return static_format() == "int7" and not why_no_int8()
+
+
+def int8_floats_packed(values: Tensor, scales: Tensor, bias: Tensor | None) -> object:
+    """Return a weight, [outputs, inputs] of int8, with its scales and bias, as the kernel between floats reads them."""
+    return (int8_packed if computes_floats_apart() else int8_static_packed)(values, scales, bias)
+
+
+def int8_product_of_floats(rows: Tensor, scale: float, zero_point: int, packed: Any, activation: str) -> Tensor:
+    """Return the product of float32 activations, [rows, inputs], rounded to 8 bits, and a weight, in float32."""
+    if isinstance(packed, tuple):
+        numbers, form = int8_numbers(rows, scale, zero_point), (*_FLOATS[:3], activation)
+        return int8_product_static(numbers, scale, zero_point, cast("tuple[Any, ...]", packed), form)
+    product = _OPERATORS.linear_with_input_q_dq_qweight_dq_output_fp32
+    if activation == "relu":
+        product = _OPERATORS.linear_with_input_q_dq_qweight_dq_relu_output_fp32
+    return product.default(rows, scale, zero_point, packed)
 
 
 def int8_convolution_packed(

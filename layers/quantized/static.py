@@ -16,9 +16,12 @@ from ...compat import autocast_dtype, is_plainly_eager, own_buffers, wants_gradi
 from ...compat.packed import Geometry
 from ...compat.quantized import (
     Int8Result,
+    computes_floats_apart,
     exports_pattern,
     int8_convolution,
     int8_convolution_packed,
+    int8_floats_packed,
+    int8_product_of_floats,
     int8_product_static,
     int8_static_packed,
     runs_simulation,
@@ -29,11 +32,13 @@ from ...compat.quantized import (
 )
 from ...errors import GuardWarning, UsageError
 from ...operators import Cache
+from ...runtime.state import quantized
 from ..packed import BySettings
 from .activations import Range, from_numbers, to_numbers
 from .layer import HoldsWeight
+from .linear import TiedInt8Linear
 
-__all__ = ["StaticComputation", "StaticConv", "StaticLayer", "StaticLinear"]
+__all__ = ["StaticComputation", "StaticConv", "StaticLayer", "StaticLinear", "TiedStaticLinear"]
 
 _PACKED = frozenset({"dilation", "geometry", "groups", "padding", "padding_mode", "range", "stride"})
 """What a packed convolution is made for."""
@@ -178,8 +183,24 @@ def _fake_quantized(weight: Tensor, scales: Tensor) -> Tensor:
     return torch.fake_quantize_per_channel_affine(weight, steps, zeros, 0, -128, 127)
 
 
+def _product_of_floats(x: Tensor, of_input: Range, packed: object, activation: str) -> Tensor:
+    """Return what a linear layer gives for floats, in their type, with a weight that `int8_floats_packed` packed."""
+    rows = x.detach().reshape(-1, x.shape[-1]).float()
+    result = int8_product_of_floats(rows, of_input.scale, of_input.zero_point, packed, activation)
+    return result.to(x.dtype).view(*x.shape[:-1], result.shape[-1])
+
+
 class _StaticProduct(StaticComputation):
     """Compute a linear layer."""
+
+    def kernel(self, x: Tensor, held: _Held, form: CallForm) -> Tensor:
+        """Compute with the kernel, which may be another one where floats come and go."""
+        if x.dtype is torch.uint8 or form.output is not None or not computes_floats_apart():
+            return super().kernel(x, held, form)
+        packed = self.packing.of(int8_floats_packed, *held[:3], key="floats")
+        given = x if form.factors is None else x * form.factors.to(x.dtype)
+        result = _product_of_floats(given, self.range, packed, form.activation)
+        return result.to(autocast_dtype(result))
 
     def product(self, numbers: Tensor, held: _Held, result: Int8Result) -> Tensor:
         """Compute with the kernel."""
@@ -232,9 +253,9 @@ class StaticLayer(HoldsWeight):
 
     def __init__(
         self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype,
-        computation: StaticComputation, factors: Tensor | None = None,
+        computation: StaticComputation, factors: Tensor | None = None, dim: int = 0,
     ) -> None:  # fmt: skip
-        super().__init__(values, scales, bias, dtype)
+        super().__init__(values, scales, bias, dtype, dim)
         self.range, self.computation = computation.range, computation
         self.packing = computation.packing
         self.register_buffer("factors", factors, persistent=False)
@@ -267,10 +288,26 @@ class StaticLinear(StaticLayer):
 
     def __init__(
         self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, of_input: Range,
-        factors: Tensor | None = None,
+        factors: Tensor | None = None, dim: int = 0,
     ) -> None:  # fmt: skip
-        super().__init__(values, scales, bias, dtype, _StaticProduct(of_input, dtype), factors)
+        super().__init__(values, scales, bias, dtype, _StaticProduct(of_input, dtype), factors, dim)
         self.out_features, self.in_features = values.shape
+
+
+class TiedStaticLinear(TiedInt8Linear):
+    """Multiply numbers of 8 bits, by a range of the input, with those that are made of a weight which stays."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, group: int, of_input: Range) -> None:
+        super().__init__(weight, bias, group)
+        self.range = of_input
+
+    def product(self, x: Tensor) -> Tensor:
+        """Compute with the kernel; the result has the type of the input."""
+        packed = self.packing.of(self._packed, self.weight, self.bias)
+        return _product_of_floats(x, self.range, packed, "none")
+
+    def _packed(self, weight: Tensor, bias: Tensor | None) -> object:
+        return int8_floats_packed(*quantized(weight.detach(), static_format(), self.group), bias)
 
 
 class StaticConv(StaticLayer):

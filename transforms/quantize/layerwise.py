@@ -22,12 +22,12 @@ from ...layers.quantized import (
 from ...passes.rewriting import Edit, Layer
 from ...passes.sites import Refusal, Site
 from ...runtime.state import QuantizeWeight, StateStep
-from ...runtime.values import qualified, user_class
+from ...runtime.values import user_class
 from ...tracing.program import Program, is_on_meta
 from ..calibration import calls
 from .find import Found, Make, found
 from .kernels import lstm_problem
-from .layers import Candidate, linear_of, linears, tied_to, weight_of
+from .layers import Candidate, is_tied, linear_of, linears, outputs_first, weight_of
 from .methods import Treatment, treatment
 from .options import Options
 from .statistics import statistics
@@ -95,7 +95,7 @@ def _treated(options: Options, program: Program, layers: Sequence[Candidate]) ->
         for name, seen in part.items():
             linear, weight = linear_layers[name], weight_of(modules[name])
             if not _objection(options, linear, weight):
-                found[modules[name]] = treatment(options, form, weight.movedim(int(linear.inputs_first), 0), seen)
+                found[modules[name]] = treatment(options, form, outputs_first(modules[name], weight), seen)
     return found
 
 
@@ -108,7 +108,7 @@ def rewrite(options: Options, site: Site, edit: Edit) -> None:
     level = next((each for each in options.levels if each.scheme == site.data.get("scheme", options.scheme)), options)
     found, linear = Treatment(), linear_of(edit.owner)
     if linear is not None and site.data:
-        weight = weight_of(edit.owner).movedim(int(linear.inputs_first), 0)
+        weight = outputs_first(edit.owner, weight_of(edit.owner))
         made = site.found.weight if isinstance(site.found, Found) else None
         found = Treatment.from_plan(site.data, _LAYERS[level.scheme][0], level.group, weight, made)
     put(edit, "", _instead(level, edit.program, edit.owner, found))
@@ -136,7 +136,7 @@ def _instead(options: Options, program: Program, module: nn.Module, found: Treat
     if is_dynamic and isinstance(module, nn.LSTM):
         return _instead_of_lstm(module, options.group)
     form, layer = _LAYERS[options.scheme]
-    stays = is_dynamic and bool(tied_to(qualified(program.names.name(module), "weight"), program))
+    stays = is_dynamic and is_tied(module, program)
     return instead_of_linear(module, layer, form, options.group, found, stays=stays)
 
 

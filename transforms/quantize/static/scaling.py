@@ -13,7 +13,7 @@ from ....layers.quantized import Range
 from ....runtime.state import powers_of
 from ....tracing.examples import Inputs
 from ....tracing.program import CallSites, Program
-from ..layers import linear_of, weight_of
+from ..layers import linear_of, outputs_first, weight_of
 from ..methods import treatment
 from ..options import Options
 from ..statistics import statistics
@@ -52,7 +52,8 @@ def exponents_of(
     found: dict[str, str] = {}
     for seen in statistics(program, modules, inputs, calls, moments=False):
         for together in _readers(program, {name: modules[name] for name in seen}):
-            weight = torch.cat([weight_of(modules[name]).detach().cpu() for name in together])
+            weights = [outputs_first(modules[name], weight_of(modules[name]).detach()) for name in together]
+            weight = torch.cat([each.cpu() for each in weights])
             exponents = treatment(options, static_format(), weight, seen[together[0]]).exponents
             found |= dict.fromkeys(together if exponents else (), exponents)
     return found

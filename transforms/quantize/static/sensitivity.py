@@ -6,7 +6,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ from ....tracing.examples import Inputs
 from ....tracing.program import Program
 from ...comparing import ComparedRun
 from ..judging import Judge, Measurement
+from ..layers import outputs_first, weight_of
 from ..options import Options
 from ..within import costs, left_out
 from .scaling import InputForm
@@ -63,11 +64,11 @@ class _Rounded:
 
     @classmethod
     def of(cls, module: nn.Module, form: InputForm, group: int) -> _Rounded:
-        weight = cast("Tensor", own_parameters(module)["weight"]).detach()
+        weight = outputs_first(module, weight_of(module).detach()).contiguous()
         factors = form.factors(weight)
         held = quantized(weight if factors is None else weight / factors, static_format(), group)
         wide = dequantized(*held, static_format(), weight.dtype)
-        return cls(module, form, wide if factors is None else wide * factors)
+        return cls(module, form, outputs_first(module, wide if factors is None else wide * factors))
 
     @contextmanager
     def rounded(self) -> Generator[None]:

@@ -14,7 +14,7 @@ from ....tracing.examples import Inputs
 from ....tracing.program import Program
 from ...calibration import calls, ranges_of
 from ..judging import with_metric
-from ..layers import CONVOLUTIONS, candidates, weight_of
+from ..layers import CONVOLUTIONS, candidates, is_tied, outputs_first, weight_of
 from ..options import Options
 from .find import Chain, Link, chains
 from .scaling import InputForm, exponents_of
@@ -32,7 +32,7 @@ def find(options: Options, program: Program) -> Iterator[Site | Refusal]:
         reason = "it is for evaluation, and the model is in training; call model.eval() first"
         yield Refusal(reason, "(root)", Cause.IN_TRAINING)
         return
-    layers, refused = candidates(options.keep, program)
+    layers, refused = candidates(options.keep, program, stays=options.aim == "speed")
     yield from refused
     if layers:
         yield from _calibrated(options, program, layers)
@@ -67,8 +67,10 @@ def _forms(
     options: Options, program: Program, layers: Mapping[str, nn.Module], calls: Sequence[Inputs]
 ) -> dict[str, InputForm]:
     """Return how the input of each layer that the calls reach becomes numbers."""
-    scaled = exponents_of(options, program, layers, calls) if options.method == "smoothquant" else {}
-    factors = {name: powers_of(text, weight_of(layers[name]).shape[1], -1) for name, text in scaled.items()}
+    own = {name: layer for name, layer in layers.items() if not is_tied(layer, program)}
+    scaled = exponents_of(options, program, own, calls) if options.method == "smoothquant" else {}
+    counts = {name: outputs_first(layers[name], weight_of(layers[name])).shape[1] for name in scaled}
+    factors = {name: powers_of(text, counts[name], -1) for name, text in scaled.items()}
     ranges = ranges_of(program, layers, calls, options.observer, factors)
     return {name: InputForm(range_, scaled.get(name, "")) for name, range_ in ranges.items()}
 
@@ -82,12 +84,13 @@ def _divided(data: Sequence[Inputs]) -> tuple[Sequence[Inputs], Sequence[Inputs]
 
 def _sites(program: Program, forms: Mapping[str, InputForm], found: Sensitivity) -> Iterator[Site]:
     chained: set[str] = set()
-    for chain in chains(program, forms):
+    own = {name: form for name, form in forms.items() if not is_tied(program.module(name), program)}
+    for chain in chains(program, own):
         chained.update(link.name for link in chain.links)
         yield _site_of(program, chain, forms, found)
     for name in forms:
         if name not in chained:
-            data = _data(name, forms[name], None, found)
+            data = _data(name, forms[name], None, found) | ({} if name in own else {"stays": True})
             yield Site(program, name, {}, data={"layers": [data]}, detail=_detail([data]), kind=_kind(program, [data]))
 
 
