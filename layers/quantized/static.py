@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -16,14 +16,14 @@ from ...compat import autocast_dtype, is_plainly_eager, own_buffers, wants_gradi
 from ...compat.packed import Geometry
 from ...compat.quantized import (
     Int8Result,
-    computes_floats_apart,
     exports_pattern,
     int8_convolution,
     int8_convolution_packed,
-    int8_floats_packed,
-    int8_product_of_floats,
+    int8_packed,
+    int8_product_of_few_rows,
     int8_product_static,
     int8_static_packed,
+    int8_takes_few_rows,
     runs_simulation,
     static_format,
     weight_by_pattern,
@@ -123,7 +123,7 @@ class StaticComputation(BySettings):
         floats = self.dtype if x.dtype is torch.uint8 else x.dtype
         numbers, output = x, form.output
         if x.dtype is not torch.uint8:
-            numbers = to_numbers(x.detach(), self.range.scale, self.range.zero_point, form.factors)
+            numbers = self.numbers(x.detach(), form)
         wanted: Int8Result = (1.0, 0, floats, form.activation)
         if output is not None:
             wanted = (output.scale, output.zero_point, torch.uint8, form.activation)
@@ -133,6 +133,10 @@ class StaticComputation(BySettings):
             result = result.to(autocast_dtype(result))
         contiguous = x.is_contiguous() if form.contiguous is None else form.contiguous
         return result.contiguous() if contiguous and output is None else result
+
+    def numbers(self, x: Tensor, form: CallForm) -> Tensor:
+        """Return what the kernel reads for floats."""
+        return to_numbers(x, self.range.scale, self.range.zero_point, form.factors)
 
     def simulated(self, x: Tensor, held: _Held, form: CallForm) -> Tensor:
         """Compute what the kernel stands for in floating point."""
@@ -183,39 +187,38 @@ def _fake_quantized(weight: Tensor, scales: Tensor) -> Tensor:
     return torch.fake_quantize_per_channel_affine(weight, steps, zeros, 0, -128, 127)
 
 
-def _product_of_floats(x: Tensor, of_input: Range, packed: object, activation: str) -> Tensor:
-    """Return what a linear layer gives for floats, in their type, with a weight that `int8_floats_packed` packed."""
-    rows = x.detach().reshape(-1, x.shape[-1]).float()
-    result = int8_product_of_floats(rows, of_input.scale, of_input.zero_point, packed, activation)
-    return result.to(x.dtype).view(*x.shape[:-1], result.shape[-1])
-
-
 class _StaticProduct(StaticComputation):
     """Compute a linear layer."""
 
-    def kernel(self, x: Tensor, held: _Held, form: CallForm) -> Tensor:
-        """Compute with the kernel, which may be another one where floats come and go."""
-        if x.dtype is torch.uint8 or form.output is not None or not computes_floats_apart():
-            return super().kernel(x, held, form)
-        packed = self.packing.of(int8_floats_packed, *held[:3], key="floats")
-        given = x if form.factors is None else x * form.factors.to(x.dtype)
-        result = _product_of_floats(given, self.range, packed, form.activation)
-        return result.to(autocast_dtype(result))
+    def numbers(self, x: Tensor, form: CallForm) -> Tensor:
+        """Return what the kernel reads: floats of few rows, if it gives floats, become numbers in there."""
+        if form.output is not None or not int8_takes_few_rows(x.numel() // x.shape[-1]):
+            return super().numbers(x, form)
+        return (x if form.factors is None else x * form.factors.to(x.dtype)).float()
 
     def product(self, numbers: Tensor, held: _Held, result: Int8Result) -> Tensor:
         """Compute with the kernel."""
-        packed = self.packing.of(_packed_with_factors, *held)
-        return int8_product_static(numbers.contiguous(), self.range.scale, self.range.zero_point, packed, result)
+        scale, zero_point = self.range.scale, self.range.zero_point
+        if int8_takes_few_rows(numbers.numel() // numbers.shape[-1]):
+            packed = self.packing.of(_PACK_FOR_FEW, *held, key="few")
+            return int8_product_of_few_rows(numbers, scale, zero_point, packed, result)
+        packed = self.packing.of(_PACK, *held)
+        return int8_product_static(numbers.contiguous(), scale, zero_point, packed, result)
 
     def in_floats(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the layer as torch.nn does."""
         return F.linear(x, weight, bias)
 
 
-def _packed_with_factors(values: Tensor, scales: Tensor, bias: Tensor | None, factors: Tensor | None) -> Any:
+def _packed_with_factors(
+    pack: Callable[..., Any], values: Tensor, scales: Tensor, bias: Tensor | None, factors: Tensor | None
+) -> Any:
     if factors is None:
-        return int8_static_packed(values, scales, bias)
-    return int8_static_packed(values, scales * factors, None if bias is None else bias * factors)
+        return pack(values, scales, bias)
+    return pack(values, scales * factors, None if bias is None else bias * factors)
+
+
+_PACK, _PACK_FOR_FEW = (partial(_packed_with_factors, pack) for pack in (int8_static_packed, int8_packed))
 
 
 class _StaticConvolution(StaticComputation):
@@ -299,15 +302,14 @@ class TiedStaticLinear(TiedInt8Linear):
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, group: int, of_input: Range) -> None:
         super().__init__(weight, bias, group)
-        self.range = of_input
+        self.range, self.computation = of_input, _StaticProduct(of_input, weight.dtype)
 
     def product(self, x: Tensor) -> Tensor:
         """Compute with the kernel; the result has the type of the input."""
-        packed = self.packing.of(self._packed, self.weight, self.bias)
-        return _product_of_floats(x, self.range, packed, "none")
+        return self.computation(x, *self.packing.of(self._held, self.weight), self.bias)
 
-    def _packed(self, weight: Tensor, bias: Tensor | None) -> object:
-        return int8_floats_packed(*quantized(weight.detach(), static_format(), self.group), bias)
+    def _held(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return quantized(weight.detach(), static_format(), self.group)
 
 
 class StaticConv(StaticLayer):

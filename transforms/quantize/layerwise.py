@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from ...compat import own_parameters
 from ...compat.quantized import has_float8, needs_reduced_range
-from ...errors import CalibrationError, MatchFailure, UsageError
+from ...errors import CalibrationError, MatchFailure
 from ...layers.quantized import (
     Float8Linear,
     Int4WeightLinear,
@@ -28,7 +28,7 @@ from ..calibration import calls
 from .find import Found, Make, found
 from .kernels import lstm_problem
 from .layers import Candidate, is_tied, linear_of, linears, outputs_first, weight_of
-from .methods import Treatment, treatment
+from .methods import Treatment, check_processes, treatment
 from .options import Options
 from .statistics import statistics
 from .write import Instead, instead_of, instead_of_linear, put
@@ -45,10 +45,6 @@ _LAYERS: Mapping[str, tuple[str, type[QuantizedLinear]]] = {
 
 _NO_FLOAT8 = "and float8 is fast on GPUs since Ada and Hopper only; aim=size holds its weight in float8 all the same"
 _NO_VNNI = "this CPU has no VNNI: activations have 7 bits"
-_ONE_PROCESS = (
-    "pass 'quantize': method=gptq makes numbers that no plan holds, and ranks share a plan; optimize in one process, "
-    "fxopt.save, and fxopt.load the archive on each rank"
-)
 _OUTPUTS = 16
 """The int4 kernel takes outputs in blocks of so many."""
 
@@ -81,8 +77,7 @@ def _prepared(options: Options, program: Program, layers: Sequence[Candidate]) -
 
 
 def _treated(options: Options, program: Program, layers: Sequence[Candidate]) -> dict[nn.Module, Treatment]:
-    if options.method == "gptq" and _is_among_ranks():
-        raise UsageError(_ONE_PROCESS)
+    check_processes(options)
     if is_on_meta(program.model):
         raise CalibrationError("the model is on the meta device; load its weights, then calibrate")
     form, _ = _LAYERS[options.scheme]
@@ -97,10 +92,6 @@ def _treated(options: Options, program: Program, layers: Sequence[Candidate]) ->
             if not _objection(options, linear, weight):
                 found[modules[name]] = treatment(options, form, outputs_first(modules[name], weight), seen)
     return found
-
-
-def _is_among_ranks() -> bool:
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def rewrite(options: Options, site: Site, edit: Edit) -> None:

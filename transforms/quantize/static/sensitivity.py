@@ -64,7 +64,8 @@ class _Rounded:
 
     @classmethod
     def of(cls, module: nn.Module, form: InputForm, group: int) -> _Rounded:
-        weight = outputs_first(module, weight_of(module).detach()).contiguous()
+        own = outputs_first(module, weight_of(module).detach()).contiguous()
+        weight = own if form.weight is None else form.weight.to(own)
         factors = form.factors(weight)
         held = quantized(weight if factors is None else weight / factors, static_format(), group)
         wide = dequantized(*held, static_format(), weight.dtype)

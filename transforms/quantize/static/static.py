@@ -15,9 +15,10 @@ from ....tracing.program import Program
 from ...calibration import calls, ranges_of
 from ..judging import with_metric
 from ..layers import CONVOLUTIONS, candidates, is_tied, outputs_first, weight_of
+from ..methods import Treatment
 from ..options import Options
 from .find import Chain, Link, chains
-from .scaling import InputForm, exponents_of
+from .scaling import InputForm, treatments_of
 from .sensitivity import Sensitivity, sensitivity
 
 __all__ = ["find"]
@@ -68,11 +69,13 @@ def _forms(
 ) -> dict[str, InputForm]:
     """Return how the input of each layer that the calls reach becomes numbers."""
     own = {name: layer for name, layer in layers.items() if not is_tied(layer, program)}
-    scaled = exponents_of(options, program, own, calls) if options.method == "smoothquant" else {}
+    found = treatments_of(options, program, own, calls) if options.calibrates else {}
+    scaled = {name: each.exponents for name, each in found.items() if each.exponents}
     counts = {name: outputs_first(layers[name], weight_of(layers[name])).shape[1] for name in scaled}
     factors = {name: powers_of(text, counts[name], -1) for name, text in scaled.items()}
     ranges = ranges_of(program, layers, calls, options.observer, factors)
-    return {name: InputForm(range_, scaled.get(name, "")) for name, range_ in ranges.items()}
+    weights = {name: each.weight for name, each in found.items()}
+    return {name: InputForm(range_, scaled.get(name, ""), weights.get(name)) for name, range_ in ranges.items()}
 
 
 def _divided(data: Sequence[Inputs]) -> tuple[Sequence[Inputs], Sequence[Inputs]]:
@@ -91,7 +94,10 @@ def _sites(program: Program, forms: Mapping[str, InputForm], found: Sensitivity)
     for name in forms:
         if name not in chained:
             data = _data(name, forms[name], None, found) | ({} if name in own else {"stays": True})
-            yield Site(program, name, {}, data={"layers": [data]}, detail=_detail([data]), kind=_kind(program, [data]))
+            yield Site(
+                program, name, {}, data={"layers": [data]}, detail=_detail([data]), kind=_kind(program, [data]),
+                found={name: forms[name].weight},
+            )  # fmt: skip
 
 
 def _site_of(program: Program, chain: Chain, forms: Mapping[str, InputForm], found: Sensitivity) -> Site:
@@ -104,6 +110,7 @@ def _site_of(program: Program, chain: Chain, forms: Mapping[str, InputForm], fou
         program, chain.owner, nodes, chain.specialization,
         data={"layers": data}, detail=_detail(data), kind=_kind(program, data),
         label=data[0]["name"] if len(data) == 1 else "",
+        found={link.name: forms[link.name].weight for link in chain.links},
     )  # fmt: skip
 
 
@@ -124,7 +131,7 @@ def _data(name: str, form: InputForm, link: Link | None, found: Sensitivity) -> 
     output = None if link is None or link.output is None else link.output.range
     return {
         "name": name, "scale": form.range.scale, "zero_point": form.range.zero_point,
-        **({"exponents": form.exponents} if form.exponents else {}),
+        **Treatment(form.exponents, weight=form.weight).data,
         "output": None if output is None else [output.scale, output.zero_point],
         "contiguous": link is None or link.followers.is_open,
         "error": found.own[name], **({"moves_results": found.alone[name]} if found.alone else {}),

@@ -27,10 +27,11 @@ from ....layers.quantized import (
 from ....passes.rewriting import Edit, call_of_layer, holds_inputs_first
 from ....passes.sites import Site
 from ....runtime.guards import Applied, Attribute, Guard, Lacks, Source, Truth, exactly, key_of, module_at, of_class
-from ....runtime.state import QuantizeSmoothed, QuantizeTrained, QuantizeWeight, StateStep
+from ....runtime.state import QuantizeByData, QuantizeSmoothed, QuantizeTrained, QuantizeWeight, StateStep
 from ....runtime.values import TensorMeta, meta_of, qualified, user_class
 from ...fold_batchnorm import source_of, write_check
 from ..layers import CONVOLUTIONS, even_geometry, is_candidate, outputs_first, reason_against_module, weight_of
+from ..methods import Treatment
 from ..write import Instead, instead_of, put
 from .find import pooling_of
 from .scaling import InputForm
@@ -82,11 +83,12 @@ def _replace_layer(path: str, layer: Mapping[str, Any], edit: Edit, group: int) 
         raise MatchFailure(f"'{name}': {reason}")
     weight = weight_of(old)
     observed = old.observed() if isinstance(old, FakeQuantized) else {}
-    form = InputForm(Range(layer["scale"], layer["zero_point"]), str(layer.get("exponents", "")))
+    dim = int(holds_inputs_first(old))
+    found = Treatment.from_plan(layer, static_format(), group, outputs_first(old, weight), _made(layer, edit))
+    form = InputForm(Range(layer["scale"], layer["zero_point"]), found.exponents)
     if stays:
         put(edit, path, Instead(TiedStaticLinear(weight, own_parameters(old).get("bias"), group, form.range), ()))
         return
-    dim = int(holds_inputs_first(old))
     plain = QuantizeWeight.of(qualified(path, "weight"), weight, static_format(), dim, group)
     step: StateStep = plain
     if observed:
@@ -96,7 +98,15 @@ def _replace_layer(path: str, layer: Mapping[str, Any], edit: Edit, group: int) 
         step = QuantizeTrained(olds, plain.new, group, plain.dtype, kinds, noted, plain.format)
     elif form.exponents:
         step = QuantizeSmoothed(**vars(plain), exponents=form.exponents)
+    if found.weight is not None:
+        step, weight = QuantizeByData(**vars(plain)), found.weight.to(weight.device).movedim(0, dim)
     put(edit, path, instead_of({step: weight}, lambda held: _layer_of(old, *held[0], form)))
+
+
+def _made(layer: Mapping[str, Any], edit: Edit) -> Tensor | None:
+    """Return the weight that the data of this run have given a layer."""
+    found = edit.site.found
+    return cast("Mapping[str, Tensor | None]", found).get(layer["name"]) if isinstance(found, Mapping) else None
 
 
 def _layer_of(old: nn.Module, values: Tensor, scales: Tensor, form: InputForm) -> StaticLayer:
