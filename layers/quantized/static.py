@@ -58,7 +58,8 @@ _OF_KERNELS = (torch.uint8, torch.float32, torch.bfloat16)
 class CallForm:
     """What a layer computes of its result, too: "relu" or "none", then numbers of `output`; None returns floats.
     Floats are laid out as torch.nn does if `contiguous`; None: if the input is. `is_rounded`: floats of the input are.
-    `factors` [inputs] scale floats of the input; numbers are scaled already.
+    `factors` [inputs] scale floats of the input; numbers are scaled already. `shift` [outputs] is added to the sums of
+    products, in steps of the weight's scales: so a norm that is folded into the scales scales it, too.
     """
 
     activation: str = "none"
@@ -66,15 +67,24 @@ class CallForm:
     contiguous: bool | None = None
     is_rounded: bool = False
     factors: Tensor | None = None
+    shift: Tensor | None = None
 
 
 class _Held(NamedTuple):
-    """The weight of a layer, numbers and scales, its bias, and what scales the result for the layer behind."""
+    """The weight of a layer, numbers and scales, its bias, what scales the result for the layer behind, and a shift."""
 
     values: Tensor
     scales: Tensor
     bias: Tensor | None
     factors: Tensor | None = None
+    shift: Tensor | None = None
+
+    def shifted_bias(self) -> Tensor | None:
+        """Return the bias with the shift in it."""
+        if self.shift is None:
+            return self.bias
+        shift = self.shift * self.scales
+        return shift if self.bias is None else self.bias + shift.to(self.bias.dtype)
 
     def wide(self, like: Tensor) -> Tensor:
         """Return the weight in floats that it stands for, in the operators that those know who trace."""
@@ -100,13 +110,13 @@ class StaticComputation(BySettings):
     def __call__(
         self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, activation: str = "none",
         output: tuple[float, int] | None = None, contiguous: bool | None = None, *, is_rounded: bool = False,
-        factors: Tensor | None = None, output_factors: Tensor | None = None,
+        factors: Tensor | None = None, output_factors: Tensor | None = None, shift: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Compute the layer with a `CallForm`. The input is floats, or uint8 by the layer's own range; `output`
         is scale and zero point of the numbers to return, those of the result times `output_factors` [outputs].
         """
-        held = _Held(values, scales, bias, None if output is None else output_factors)
-        form = CallForm(activation, None if output is None else Range(*output), contiguous, is_rounded, factors)
+        held = _Held(values, scales, bias, None if output is None else output_factors, shift)
+        form = CallForm(activation, None if output is None else Range(*output), contiguous, is_rounded, factors, shift)
         if not _has_kernel(x) or not self._sums_exactly(values):
             return self.simulated(x, held, form)
         if wants_gradients(x, scales, bias):
@@ -145,7 +155,8 @@ class StaticComputation(BySettings):
             x = from_numbers(x, self.range, self.dtype)
         elif not form.is_rounded:
             x = self.range.rounded(x if form.factors is None else _scaled(x, form.factors))
-        result = self.in_floats(x, held.wide(x), None if held.bias is None else held.bias.to(x.dtype))
+        bias = held.shifted_bias()
+        result = self.in_floats(x, held.wide(x), None if bias is None else bias.to(x.dtype))
         result = F.relu(result) if form.activation == "relu" else result
         return result if output is None else to_numbers(result, output.scale, output.zero_point, held.factors)
 
@@ -211,8 +222,10 @@ class _StaticProduct(StaticComputation):
 
 
 def _packed_with_factors(
-    pack: Callable[..., Any], values: Tensor, scales: Tensor, bias: Tensor | None, factors: Tensor | None
-) -> Any:
+    pack: Callable[..., Any], values: Tensor, scales: Tensor, bias: Tensor | None, factors: Tensor | None,
+    shift: Tensor | None,
+) -> Any:  # fmt: skip
+    bias = _Held(values, scales, bias, shift=shift).shifted_bias()
     if factors is None:
         return pack(values, scales, bias)
     return pack(values, scales * factors, None if bias is None else bias * factors)
@@ -236,13 +249,18 @@ class _StaticConvolution(StaticComputation):
         rows = numbers if numbers.ndim == held.values.ndim else numbers.unsqueeze(0)
         if rows.ndim == 4:
             rows = rows.contiguous(memory_format=torch.channels_last)  # kernels are slow in making it so themselves
-        packed = self.packing.of(partial(self._packed, rows.shape), *held[:3], key=rows.shape, most=_SHAPES)
+        packed = self.packing.of(partial(self._packed, rows.shape), *held, key=rows.shape, most=_SHAPES)
         found = int8_convolution(rows, scale, zero_point, packed, settings, result)
         return found if numbers.ndim == found.ndim else found.squeeze(0)
 
-    def _packed(self, shape: Sequence[int], values: Tensor, scales: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
-        settings, (scale, zero_point) = self.geometry.lists, (self.range.scale, self.range.zero_point)
-        return int8_convolution_packed(values, scales, bias, scale, zero_point, settings, shape)
+    def _packed(self, shape: Sequence[int], *tensors: Any) -> tuple[Any, ...]:
+        settings, (scale, zero_point), held = (
+            self.geometry.lists,
+            (self.range.scale, self.range.zero_point),
+            _Held(*tensors),
+        )
+        bias = held.shifted_bias()
+        return int8_convolution_packed(held.values, held.scales, bias, scale, zero_point, settings, shape)
 
     def in_floats(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the layer as torch.nn does."""
@@ -256,12 +274,13 @@ class StaticLayer(HoldsWeight):
 
     def __init__(
         self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype,
-        computation: StaticComputation, factors: Tensor | None = None, dim: int = 0,
+        computation: StaticComputation, factors: Tensor | None = None, dim: int = 0, shift: Tensor | None = None,
     ) -> None:  # fmt: skip
         super().__init__(values, scales, bias, dtype, dim)
         self.range, self.computation = computation.range, computation
         self.packing = computation.packing
         self.register_buffer("factors", factors, persistent=False)
+        self.register_buffer("shift", shift, persistent=False)
 
     def forward(
         self,
@@ -274,11 +293,11 @@ class StaticLayer(HoldsWeight):
         output_factors: Tensor | None = None,
     ) -> Tensor:
         """Compute the layer with a `CallForm`; `scales` and `bias` have a norm folded in."""
-        values, own_scales = self.held
+        (values, own_scales), own = self.held, own_buffers(self)
         scales, bias = own_scales if scales is None else scales, self.bias if bias is None else bias
         return self.computation(
             input, values, scales, bias, activation, output, contiguous,
-            factors=own_buffers(self).get("factors"), output_factors=output_factors,
+            factors=own.get("factors"), output_factors=output_factors, shift=own.get("shift"),
         )  # fmt: skip
 
     def extra_repr(self) -> str:
@@ -291,9 +310,9 @@ class StaticLinear(StaticLayer):
 
     def __init__(
         self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, of_input: Range,
-        factors: Tensor | None = None, dim: int = 0,
+        factors: Tensor | None = None, dim: int = 0, shift: Tensor | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(values, scales, bias, dtype, _StaticProduct(of_input, dtype), factors, dim)
+        super().__init__(values, scales, bias, dtype, _StaticProduct(of_input, dtype), factors, dim, shift)
         self.out_features, self.in_features = values.shape
 
 
@@ -317,9 +336,9 @@ class StaticConv(StaticLayer):
 
     def __init__(
         self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, of_input: Range,
-        geometry: Geometry,
+        geometry: Geometry, shift: Tensor | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(values, scales, bias, dtype, _StaticConvolution(of_input, dtype, geometry))
+        super().__init__(values, scales, bias, dtype, _StaticConvolution(of_input, dtype, geometry), shift=shift)
         self.geometry = geometry
         self.out_channels, self.in_channels = values.shape[0], values.shape[1] * geometry.groups
         self.kernel_size, self.groups = tuple(values.shape[2:]), geometry.groups
@@ -345,7 +364,9 @@ class _StaticWithGradient(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.computation, ctx.form = computation, form
         ctx.save_for_backward(x, values, scales, bias)
-        return computation.kernel(x, _Held(values, scales, bias), form).data  # no view of what is in here
+        return computation.kernel(
+            x, _Held(values, scales, bias, None, form.shift), form
+        ).data  # no view of what is in here
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -359,7 +380,7 @@ class _StaticWithGradient(torch.autograd.Function):
             given = [tensor if tensor is None else tensor.detach().requires_grad_(want) for tensor, want in pairs]
         with torch.enable_grad():
             x, *held = cast("list[Any]", given)
-            result = ctx.computation.simulated(x, _Held(*held), ctx.form)
+            result = ctx.computation.simulated(x, _Held(*held, shift=ctx.form.shift), ctx.form)
         leaves = [tensor for tensor, want in zip(given, wanted, strict=True) if tensor is not None and want]
         found = iter(
             torch.autograd.grad([result], leaves, [gradients[0].to(result.dtype)], create_graph=is_differentiated)

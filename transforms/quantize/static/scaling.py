@@ -27,11 +27,13 @@ __all__ = ["InputForm", "treatments_of"]
 class InputForm:
     """The range of a layer's input; before that its inputs are divided by powers of two, if `exponents` has some.
     `weight`: what the data of this run have given the layer to round in the place of its own, [outputs, inputs].
+    `shift`: what they add to the sums of products, in steps of the weight's scales, as text.
     """
 
     range: Range
     exponents: str = ""
     weight: Tensor | None = field(default=None, compare=False, repr=False)
+    shift: str = field(default="", compare=False, repr=False)
 
     def factors(self, weight: Tensor) -> Tensor | None:
         """Return what the inputs of a weight, [outputs, inputs], are multiplied with, in its type."""

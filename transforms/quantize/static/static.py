@@ -17,6 +17,7 @@ from ..judging import with_metric
 from ..layers import CONVOLUTIONS, candidates, is_tied, outputs_first, weight_of
 from ..methods import Treatment
 from ..options import Options
+from .correction import corrected
 from .find import Chain, Link, chains
 from .scaling import InputForm, treatments_of
 from .sensitivity import Sensitivity, sensitivity
@@ -55,12 +56,17 @@ def _calibrated(options: Options, program: Program, layers: Mapping[str, nn.Modu
     if not forms:
         return
     found = Sensitivity(dict.fromkeys(forms, 0.0))
+    is_held_out = len(judged) > 1
+    if is_held_out:
+        forms = corrected(program, forms, options, seen, judged)
     if data:
         found = sensitivity(program, forms, options, judged)
     for name in found.left:
         cost = f"quantized alone, it moves the model's results by {found.alone[name]:.2g} of their scale"
         yield Refusal(f"{cost}; with all layers {found.together}", name)
     kept = {name: form for name, form in forms.items() if name not in found.left}
+    if found.left and kept and is_held_out and options.metric is None:  # others are before them than when all erred
+        kept = corrected(program, kept, options, seen, judged)
     yield from with_metric(_sites(program, kept, found), found.metric)
 
 
@@ -131,7 +137,7 @@ def _data(name: str, form: InputForm, link: Link | None, found: Sensitivity) -> 
     output = None if link is None or link.output is None else link.output.range
     return {
         "name": name, "scale": form.range.scale, "zero_point": form.range.zero_point,
-        **Treatment(form.exponents, weight=form.weight).data,
+        **Treatment(form.exponents, form.shift, form.weight).data,
         "output": None if output is None else [output.scale, output.zero_point],
         "contiguous": link is None or link.followers.is_open,
         "error": found.own[name], **({"moves_results": found.alone[name]} if found.alone else {}),

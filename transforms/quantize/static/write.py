@@ -31,7 +31,7 @@ from ....runtime.state import QuantizeByData, QuantizeSmoothed, QuantizeTrained,
 from ....runtime.values import TensorMeta, meta_of, qualified, user_class
 from ...fold_batchnorm import source_of, write_check
 from ..layers import CONVOLUTIONS, even_geometry, is_candidate, outputs_first, reason_against_module, weight_of
-from ..methods import Treatment
+from ..methods import Treatment, shift_of
 from ..write import Instead, instead_of, put
 from .find import pooling_of
 from .scaling import InputForm
@@ -85,7 +85,7 @@ def _replace_layer(path: str, layer: Mapping[str, Any], edit: Edit, group: int) 
     observed = old.observed() if isinstance(old, FakeQuantized) else {}
     dim = int(holds_inputs_first(old))
     found = Treatment.from_plan(layer, static_format(), group, outputs_first(old, weight), _made(layer, edit))
-    form = InputForm(Range(layer["scale"], layer["zero_point"]), found.exponents)
+    form = InputForm(Range(layer["scale"], layer["zero_point"]), found.exponents, shift=found.shift)
     if stays:
         put(edit, path, Instead(TiedStaticLinear(weight, own_parameters(old).get("bias"), group, form.range), ()))
         return
@@ -112,13 +112,14 @@ def _made(layer: Mapping[str, Any], edit: Edit) -> Tensor | None:
 def _layer_of(old: nn.Module, values: Tensor, scales: Tensor, form: InputForm) -> StaticLayer:
     weight = weight_of(old)
     settings = values, scales, own_parameters(old).get("bias"), weight.dtype, form.range
+    shift = shift_of(form.shift, len(values)).to(values.device) if form.shift else None
     if not isinstance(old, CONVOLUTIONS):
         factors = form.factors(outputs_first(old, weight).float())
-        return StaticLinear(*settings, factors, int(holds_inputs_first(old)))
+        return StaticLinear(*settings, factors, int(holds_inputs_first(old)), shift)
     geometry = even_geometry(old)
     if geometry is None:
         raise MatchFailure("its padding is not the same number of zeros on both sides")
-    return StaticConv(*settings, geometry)
+    return StaticConv(*settings, geometry, shift)
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------
