@@ -37,9 +37,10 @@ def _no_faster(cause: Cause, values: _Values) -> str:
         return f"without it, the passes behind it make the whole model {speed} as fast"
     if cause is Cause.MODEL_SLOWER:
         what = f"the {values['calls']} of the model" if values["calls"] else "the whole model"
+        came_out = "slower" if values["speedup"] < 1.0 else "not clearly faster"
         if "budget" in values:  # and so not only what was most doubtful was taken back
-            return f"{what} was slower ({speed}), and {_time(values)} was spent"
-        return f"{what} was slower with it ({speed})"
+            return f"{what} was {came_out} ({speed}), and {_time(values)} was spent"
+        return f"{what} was {came_out} with it ({speed})"
     gain = "no faster" if values["speedup"] <= 1.0 else "not clearly faster"
     by_itself = " by itself" if cause is Cause.JUDGED_SLOWER else ""
     than = f" than in {values['baseline']}" if "baseline" in values else ""

@@ -11,7 +11,7 @@ from torch import nn
 from ..errors import UsageError
 from ..layers.quantized import FakeQuantized, Range, check_in_floats, fake_quantized, freezable, freeze
 from ..passes.contract import Pass, check_named, module_words, word_for
-from ..passes.rewriting import Edit
+from ..passes.rewriting import Edit, holds_inputs_first
 from ..passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ..runtime.values import user_class
 from ..tracing.program import Program, is_on_meta
@@ -20,6 +20,7 @@ from .quantize import candidates
 
 __all__ = ["Qat", "freeze"]
 
+_NO_CONV1D = "it is a Conv1D of transformers, for which there is no layer that rounds while it is trained"
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -76,7 +77,11 @@ class Qat(Pass):
     def find(self, program: Program) -> Iterable[Site | Refusal]:
         found, refused = candidates(self.keep, program, runs_here=False)
         yield from refused
-        layers = {name: layer for name, layer in found.items() if not isinstance(layer, FakeQuantized)}
+        yield from (Refusal(_NO_CONV1D, name) for name, layer in found.items() if holds_inputs_first(layer))
+        layers = {
+            name: layer for name, layer in found.items()
+            if not isinstance(layer, FakeQuantized) and not holds_inputs_first(layer)
+        }  # fmt: skip
         if layers:
             yield from self._layers(program, layers)
             yield from self._norms(program)

@@ -138,7 +138,8 @@ def outliers() -> tuple[nn.Module, Inputs]:
 
 IMAGES = (*LAYERS[:2], *STATIC, "fxopt int8_static", *WITH_ENGINES)
 TEXTS = (*LAYERS, *DYNAMIC, *STATIC, "fxopt int8_dynamic", "fxopt int8_static", *WITH_ENGINES)
-STEPS = (*DECODING[:3], *DYNAMIC, *STATIC, *DECODING[3:], *WITH_ENGINES)
+ANY_ERROR = "fxopt int8_static, any error"
+STEPS = (*DECODING[:3], *DYNAMIC, *STATIC, *DECODING[3:], "fxopt int8_static", ANY_ERROR, *WITH_ENGINES)
 CASES = {
     "linear batch 8": Case(partial(linear, 8), ALL),
     "linear batch 128": Case(partial(linear, 128), ALL),

@@ -45,7 +45,7 @@ def torchao(model: nn.Module, inputs: Inputs, *, weight_only: bool = False, comp
     return finished(start, model, inputs, compiled=compiled)
 
 
-def quantize(model: nn.Module, inputs: Inputs, *, scheme: Any) -> Prepared:
+def quantize(model: nn.Module, inputs: Inputs, *, scheme: Any, budget: float | None = None) -> Prepared:
     """Quantize by fxopt, timed and verified; a decoder on a step of one token."""
     start = time.perf_counter()
     if isinstance(model, Greedy):
@@ -54,7 +54,7 @@ def quantize(model: nn.Module, inputs: Inputs, *, scheme: Any) -> Prepared:
         generating.__dict__["_modules"] = {"decoder": fast}
         return finished(start, generating, inputs, size=size)
     given = _given(inputs)
-    fast, size = _quantized(model, given, scheme)
+    fast, size = _quantized(model, given, scheme, budget)
     return finished(start, fast, inputs, size=size)
 
 
@@ -89,10 +89,11 @@ def _given(inputs: Inputs) -> fxopt.Inputs:
     return fxopt.Inputs(**inputs) if isinstance(inputs, dict) else fxopt.Inputs(*inputs)
 
 
-def _quantized(model: nn.Module, given: fxopt.Inputs, scheme: Any) -> tuple[Any, int]:
+def _quantized(model: nn.Module, given: fxopt.Inputs, scheme: Any, budget: float | None = None) -> tuple[Any, int]:
     """Return a quantized model, and the size of its archive."""
     calibration, aim = [given] if scheme == "int8_static" else None, "size" if scheme == "float8" else "speed"
-    budget = 0.5 if scheme == "int4_weight" else None  # random weights are the worst case for 4 bits
+    if scheme == "int4_weight":
+        budget = 0.5  # random weights are the worst case for 4 bits
     return _sized(model, given, Quantize(scheme, budget=budget, aim=aim, calibration=calibration))
 
 
@@ -119,6 +120,7 @@ WAYS: dict[str, Way] = {
     "torchao int8_weight eager": partial(torchao, weight_only=True),
     **PEERS,
     "fxopt preset int8": preset,
+    "fxopt int8_static, any error": partial(quantize, scheme="int8_static", budget=1.0),
     "fxopt int8_static, engine": with_engine,
     "fxopt int8_static, engine, any error": partial(with_engine, budget=1.0),
     **{f"fxopt {scheme}": partial(quantize, scheme=scheme) for scheme in SCHEMES},

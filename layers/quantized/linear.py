@@ -257,8 +257,12 @@ class TiedInt8Linear(QuantizedLayer):
             return F.linear(input, weight, bias)
         if runs_simulation() or not (input.is_cpu and weight.is_cpu) or not input.numel() or not is_plainly_eager():
             return F.linear(input, weight, bias)
-        packed = self.packing.of(self._packed, weight)
-        return _product_of_rows(input.to(autocast_dtype(input)), packed, bias, self._in_floats)
+        return self.product(input.to(autocast_dtype(input)))
+
+    def product(self, x: Tensor) -> Tensor:
+        """Compute with the kernel; the result has the type of the input."""
+        packed = self.packing.of(self._packed, self.weight)
+        return _product_of_rows(x, packed, self.bias, self._in_floats)
 
     def _in_floats(self, rows: Tensor) -> Tensor:
         return F.linear(rows, self.weight, self.bias)

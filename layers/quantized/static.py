@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -19,8 +19,11 @@ from ...compat.quantized import (
     exports_pattern,
     int8_convolution,
     int8_convolution_packed,
+    int8_packed,
+    int8_product_of_few_rows,
     int8_product_static,
     int8_static_packed,
+    int8_takes_few_rows,
     runs_simulation,
     static_format,
     weight_by_pattern,
@@ -29,11 +32,13 @@ from ...compat.quantized import (
 )
 from ...errors import GuardWarning, UsageError
 from ...operators import Cache
+from ...runtime.state import quantized
 from ..packed import BySettings
 from .activations import Range, from_numbers, to_numbers
 from .layer import HoldsWeight
+from .linear import TiedInt8Linear
 
-__all__ = ["StaticComputation", "StaticConv", "StaticLayer", "StaticLinear"]
+__all__ = ["StaticComputation", "StaticConv", "StaticLayer", "StaticLinear", "TiedStaticLinear"]
 
 _PACKED = frozenset({"dilation", "geometry", "groups", "padding", "padding_mode", "range", "stride"})
 """What a packed convolution is made for."""
@@ -53,7 +58,8 @@ _OF_KERNELS = (torch.uint8, torch.float32, torch.bfloat16)
 class CallForm:
     """What a layer computes of its result, too: "relu" or "none", then numbers of `output`; None returns floats.
     Floats are laid out as torch.nn does if `contiguous`; None: if the input is. `is_rounded`: floats of the input are.
-    `factors` [inputs] scale floats of the input; numbers are scaled already.
+    `factors` [inputs] scale floats of the input; numbers are scaled already. `shift` [outputs] is added to the sums of
+    products, in steps of the weight's scales: so a norm that is folded into the scales scales it, too.
     """
 
     activation: str = "none"
@@ -61,15 +67,24 @@ class CallForm:
     contiguous: bool | None = None
     is_rounded: bool = False
     factors: Tensor | None = None
+    shift: Tensor | None = None
 
 
 class _Held(NamedTuple):
-    """The weight of a layer, numbers and scales, its bias, and what scales the result for the layer behind."""
+    """The weight of a layer, numbers and scales, its bias, what scales the result for the layer behind, and a shift."""
 
     values: Tensor
     scales: Tensor
     bias: Tensor | None
     factors: Tensor | None = None
+    shift: Tensor | None = None
+
+    def shifted_bias(self) -> Tensor | None:
+        """Return the bias with the shift in it."""
+        if self.shift is None:
+            return self.bias
+        shift = self.shift * self.scales
+        return shift if self.bias is None else self.bias + shift.to(self.bias.dtype)
 
     def wide(self, like: Tensor) -> Tensor:
         """Return the weight in floats that it stands for, in the operators that those know who trace."""
@@ -95,13 +110,13 @@ class StaticComputation(BySettings):
     def __call__(
         self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, activation: str = "none",
         output: tuple[float, int] | None = None, contiguous: bool | None = None, *, is_rounded: bool = False,
-        factors: Tensor | None = None, output_factors: Tensor | None = None,
+        factors: Tensor | None = None, output_factors: Tensor | None = None, shift: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Compute the layer with a `CallForm`. The input is floats, or uint8 by the layer's own range; `output`
         is scale and zero point of the numbers to return, those of the result times `output_factors` [outputs].
         """
-        held = _Held(values, scales, bias, None if output is None else output_factors)
-        form = CallForm(activation, None if output is None else Range(*output), contiguous, is_rounded, factors)
+        held = _Held(values, scales, bias, None if output is None else output_factors, shift)
+        form = CallForm(activation, None if output is None else Range(*output), contiguous, is_rounded, factors, shift)
         if not _has_kernel(x) or not self._sums_exactly(values):
             return self.simulated(x, held, form)
         if wants_gradients(x, scales, bias):
@@ -118,7 +133,7 @@ class StaticComputation(BySettings):
         floats = self.dtype if x.dtype is torch.uint8 else x.dtype
         numbers, output = x, form.output
         if x.dtype is not torch.uint8:
-            numbers = to_numbers(x.detach(), self.range.scale, self.range.zero_point, form.factors)
+            numbers = self.numbers(x.detach(), form)
         wanted: Int8Result = (1.0, 0, floats, form.activation)
         if output is not None:
             wanted = (output.scale, output.zero_point, torch.uint8, form.activation)
@@ -129,6 +144,10 @@ class StaticComputation(BySettings):
         contiguous = x.is_contiguous() if form.contiguous is None else form.contiguous
         return result.contiguous() if contiguous and output is None else result
 
+    def numbers(self, x: Tensor, form: CallForm) -> Tensor:
+        """Return what the kernel reads for floats."""
+        return to_numbers(x, self.range.scale, self.range.zero_point, form.factors)
+
     def simulated(self, x: Tensor, held: _Held, form: CallForm) -> Tensor:
         """Compute what the kernel stands for in floating point."""
         output = form.output
@@ -136,7 +155,8 @@ class StaticComputation(BySettings):
             x = from_numbers(x, self.range, self.dtype)
         elif not form.is_rounded:
             x = self.range.rounded(x if form.factors is None else _scaled(x, form.factors))
-        result = self.in_floats(x, held.wide(x), None if held.bias is None else held.bias.to(x.dtype))
+        bias = held.shifted_bias()
+        result = self.in_floats(x, held.wide(x), None if bias is None else bias.to(x.dtype))
         result = F.relu(result) if form.activation == "relu" else result
         return result if output is None else to_numbers(result, output.scale, output.zero_point, held.factors)
 
@@ -181,20 +201,37 @@ def _fake_quantized(weight: Tensor, scales: Tensor) -> Tensor:
 class _StaticProduct(StaticComputation):
     """Compute a linear layer."""
 
+    def numbers(self, x: Tensor, form: CallForm) -> Tensor:
+        """Return what the kernel reads: floats of few rows, if it gives floats, become numbers in there."""
+        if form.output is not None or not int8_takes_few_rows(x.numel() // x.shape[-1]):
+            return super().numbers(x, form)
+        return (x if form.factors is None else x * form.factors.to(x.dtype)).float()
+
     def product(self, numbers: Tensor, held: _Held, result: Int8Result) -> Tensor:
         """Compute with the kernel."""
-        packed = self.packing.of(_packed_with_factors, *held)
-        return int8_product_static(numbers.contiguous(), self.range.scale, self.range.zero_point, packed, result)
+        scale, zero_point = self.range.scale, self.range.zero_point
+        if int8_takes_few_rows(numbers.numel() // numbers.shape[-1]):
+            packed = self.packing.of(_PACK_FOR_FEW, *held, key="few")
+            return int8_product_of_few_rows(numbers, scale, zero_point, packed, result)
+        packed = self.packing.of(_PACK, *held)
+        return int8_product_static(numbers.contiguous(), scale, zero_point, packed, result)
 
     def in_floats(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the layer as torch.nn does."""
         return F.linear(x, weight, bias)
 
 
-def _packed_with_factors(values: Tensor, scales: Tensor, bias: Tensor | None, factors: Tensor | None) -> Any:
+def _packed_with_factors(
+    pack: Callable[..., Any], values: Tensor, scales: Tensor, bias: Tensor | None, factors: Tensor | None,
+    shift: Tensor | None,
+) -> Any:  # fmt: skip
+    bias = _Held(values, scales, bias, shift=shift).shifted_bias()
     if factors is None:
-        return int8_static_packed(values, scales, bias)
-    return int8_static_packed(values, scales * factors, None if bias is None else bias * factors)
+        return pack(values, scales, bias)
+    return pack(values, scales * factors, None if bias is None else bias * factors)
+
+
+_PACK, _PACK_FOR_FEW = (partial(_packed_with_factors, pack) for pack in (int8_static_packed, int8_packed))
 
 
 class _StaticConvolution(StaticComputation):
@@ -212,13 +249,18 @@ class _StaticConvolution(StaticComputation):
         rows = numbers if numbers.ndim == held.values.ndim else numbers.unsqueeze(0)
         if rows.ndim == 4:
             rows = rows.contiguous(memory_format=torch.channels_last)  # kernels are slow in making it so themselves
-        packed = self.packing.of(partial(self._packed, rows.shape), *held[:3], key=rows.shape, most=_SHAPES)
+        packed = self.packing.of(partial(self._packed, rows.shape), *held, key=rows.shape, most=_SHAPES)
         found = int8_convolution(rows, scale, zero_point, packed, settings, result)
         return found if numbers.ndim == found.ndim else found.squeeze(0)
 
-    def _packed(self, shape: Sequence[int], values: Tensor, scales: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
-        settings, (scale, zero_point) = self.geometry.lists, (self.range.scale, self.range.zero_point)
-        return int8_convolution_packed(values, scales, bias, scale, zero_point, settings, shape)
+    def _packed(self, shape: Sequence[int], *tensors: Any) -> tuple[Any, ...]:
+        settings, (scale, zero_point), held = (
+            self.geometry.lists,
+            (self.range.scale, self.range.zero_point),
+            _Held(*tensors),
+        )
+        bias = held.shifted_bias()
+        return int8_convolution_packed(held.values, held.scales, bias, scale, zero_point, settings, shape)
 
     def in_floats(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the layer as torch.nn does."""
@@ -232,12 +274,13 @@ class StaticLayer(HoldsWeight):
 
     def __init__(
         self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype,
-        computation: StaticComputation, factors: Tensor | None = None,
+        computation: StaticComputation, factors: Tensor | None = None, dim: int = 0, shift: Tensor | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(values, scales, bias, dtype)
+        super().__init__(values, scales, bias, dtype, dim)
         self.range, self.computation = computation.range, computation
         self.packing = computation.packing
         self.register_buffer("factors", factors, persistent=False)
+        self.register_buffer("shift", shift, persistent=False)
 
     def forward(
         self,
@@ -250,11 +293,11 @@ class StaticLayer(HoldsWeight):
         output_factors: Tensor | None = None,
     ) -> Tensor:
         """Compute the layer with a `CallForm`; `scales` and `bias` have a norm folded in."""
-        values, own_scales = self.held
+        (values, own_scales), own = self.held, own_buffers(self)
         scales, bias = own_scales if scales is None else scales, self.bias if bias is None else bias
         return self.computation(
             input, values, scales, bias, activation, output, contiguous,
-            factors=own_buffers(self).get("factors"), output_factors=output_factors,
+            factors=own.get("factors"), output_factors=output_factors, shift=own.get("shift"),
         )  # fmt: skip
 
     def extra_repr(self) -> str:
@@ -267,10 +310,25 @@ class StaticLinear(StaticLayer):
 
     def __init__(
         self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, of_input: Range,
-        factors: Tensor | None = None,
+        factors: Tensor | None = None, dim: int = 0, shift: Tensor | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(values, scales, bias, dtype, _StaticProduct(of_input, dtype), factors)
+        super().__init__(values, scales, bias, dtype, _StaticProduct(of_input, dtype), factors, dim, shift)
         self.out_features, self.in_features = values.shape
+
+
+class TiedStaticLinear(TiedInt8Linear):
+    """Multiply numbers of 8 bits, by a range of the input, with those that are made of a weight which stays."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, group: int, of_input: Range) -> None:
+        super().__init__(weight, bias, group)
+        self.range, self.computation = of_input, _StaticProduct(of_input, weight.dtype)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Compute with the kernel; the result has the type of the input."""
+        return self.computation(x, *self.packing.of(self._held, self.weight), self.bias)
+
+    def _held(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return quantized(weight.detach(), static_format(), self.group)
 
 
 class StaticConv(StaticLayer):
@@ -278,9 +336,9 @@ class StaticConv(StaticLayer):
 
     def __init__(
         self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, of_input: Range,
-        geometry: Geometry,
+        geometry: Geometry, shift: Tensor | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(values, scales, bias, dtype, _StaticConvolution(of_input, dtype, geometry))
+        super().__init__(values, scales, bias, dtype, _StaticConvolution(of_input, dtype, geometry), shift=shift)
         self.geometry = geometry
         self.out_channels, self.in_channels = values.shape[0], values.shape[1] * geometry.groups
         self.kernel_size, self.groups = tuple(values.shape[2:]), geometry.groups
@@ -306,7 +364,9 @@ class _StaticWithGradient(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.computation, ctx.form = computation, form
         ctx.save_for_backward(x, values, scales, bias)
-        return computation.kernel(x, _Held(values, scales, bias), form).data  # no view of what is in here
+        return computation.kernel(
+            x, _Held(values, scales, bias, None, form.shift), form
+        ).data  # no view of what is in here
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -320,7 +380,7 @@ class _StaticWithGradient(torch.autograd.Function):
             given = [tensor if tensor is None else tensor.detach().requires_grad_(want) for tensor, want in pairs]
         with torch.enable_grad():
             x, *held = cast("list[Any]", given)
-            result = ctx.computation.simulated(x, _Held(*held), ctx.form)
+            result = ctx.computation.simulated(x, _Held(*held, shift=ctx.form.shift), ctx.form)
         leaves = [tensor for tensor, want in zip(given, wanted, strict=True) if tensor is not None and want]
         found = iter(
             torch.autograd.grad([result], leaves, [gradients[0].to(result.dtype)], create_graph=is_differentiated)

@@ -33,6 +33,10 @@ WORDS = (
     (Reason(Cause.NO_FASTER, {**SLOW, "wrong": ["output differs"]}), "output differs; no faster: 0.5x (0.4 to 0.6)"),
     (Reason(Cause.MODEL_SLOWER, {**SLOW, "calls": ""}), "the whole model was slower with it (0.5x)"),
     (
+        Reason(Cause.MODEL_SLOWER, {**SLOW, "speedup": 1.01, "calls": ""}),
+        "the whole model was not clearly faster with it (1.01x)",
+    ),
+    (
         Reason(Cause.MODEL_SLOWER, {**SLOW, "calls": "prompt", **SPENT}),
         "the prompt of the model was slower (0.5x), and the time budget of 2 s was spent",
     ),

@@ -231,3 +231,22 @@ def test_text_is_read_back(observer: Any, freeze_after: int | None, per_channel:
     pass_ = Qat(observer=observer, freeze_after=freeze_after, per_channel=per_channel, batches=batches)
     assert parse(str(pass_)) == (pass_,)
     assert str(Qat(calibration=[X])) == "qat"
+
+
+@needs_static_int8
+def test_an_archive_loads_into_a_model_that_is_trained_for_8_bits(tmp_path: Path):
+    model = trained(prepared())
+    fast = converted(model)
+    fxopt.save(fast, tmp_path / "model.fxopt")
+    for given_model in (Net(), prepared(), model):
+        loaded = fxopt.load(tmp_path / "model.fxopt", model=given_model)
+        assert torch.equal(run(loaded), run(fast))
+    assert type(model.conv).__name__ == "FakeQuantizedConv2d"
+
+
+@pytest.mark.parametrize("scheme", ["int8_dynamic", "int8_weight"])
+def test_other_schemes_name_the_one_that_takes_over_the_ranges(scheme: str):
+    fast = fxopt.optimize(prepared().eval(), f"quantize{{scheme={scheme}}}", example_inputs=X, measure=False)
+    reasons = {decision.label: decision.reason for decision in fxopt.plan(fast).decisions if decision.step}
+    assert set(reasons) == {"conv", "conv2", "head"}
+    assert all("it was trained for int8_static, which takes over its ranges" in each for each in reasons.values())

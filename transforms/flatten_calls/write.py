@@ -369,8 +369,9 @@ class _Writer(Opener):
         bias = given.pop("bias", None)
         if bias is None and own.get("bias") is not None:
             bias = self._tensor_of(path, "bias", is_parameter=True)
-        if own_buffers(module).get("factors") is not None:
-            given["factors"] = self._tensor_of(path, "factors", is_parameter=False)
+        for name in ("factors", "shift"):
+            if own_buffers(module).get(name) is not None:
+                given[name] = self._tensor_of(path, name, is_parameter=False)
         new = self.graph.call_function(copy.deepcopy(module.computation), (x, values, scales, bias), given)
         new.meta = {"origin": node.name, **node.meta}
         self._fresh.add(new)

@@ -16,15 +16,15 @@ from ...layers.members import FusedMembers, stacked_weights
 from ...layers.quantized import ASKED, FakeQuantized, QuantizedLayer, is_quantized_by_torch
 from ...operators import Derived, why_not_plain
 from ...passes.contract import word_for
-from ...passes.rewriting import Layer, layer_of
+from ...passes.rewriting import Layer, holds_inputs_first, layer_of
 from ...passes.sites import Refusal
 from ...runtime.record import record_of
 from ...runtime.values import qualified, user_class
 from ...tracing.program import Program, TensorOwners, TensorReads
 
 __all__ = [
-    "CONVOLUTIONS", "Candidate", "already_quantized", "candidates", "even_geometry", "is_candidate", "linear_of",
-    "linears", "reason_against_layer", "reason_against_module", "tied_to", "weight_of",
+    "CONVOLUTIONS", "Candidate", "already_quantized", "candidates", "even_geometry", "is_candidate", "is_tied",
+    "linear_of", "linears", "outputs_first", "reason_against_layer", "reason_against_module", "tied_to", "weight_of",
 ]  # fmt: skip
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -46,6 +46,11 @@ _EXPERTS = "its experts' weights are stacked ({}), and there is no kernel for ba
 
 _STACKED = "the weights of its members are stacked, and there is no kernel for batched products of small numbers"
 
+
+_TRAINED = (
+    "it was trained for int8_static, which takes over its ranges: list quantize{scheme=int8_static} before "
+    "fold_batchnorm or the preset that has it"
+)
 
 _OF_GEOMETRIC = "it is a Linear of torch_geometric; only nn.Linear and the Conv1D of transformers are replaced"
 
@@ -142,6 +147,16 @@ def weight_of(module: nn.Module) -> nn.Parameter:
     return cast("nn.Parameter", own_parameters(module)["weight"])
 
 
+def outputs_first(module: nn.Module, weight: Tensor) -> Tensor:
+    """Return the weight of a layer with the outputs in its first dimension."""
+    return weight.t() if holds_inputs_first(module) else weight
+
+
+def is_tied(module: nn.Module, program: Program) -> bool:
+    """Say whether the weight of a layer has other names, too."""
+    return bool(tied_to(qualified(program.names.name(module), "weight"), program))
+
+
 def linears(program: Program, reason_of: Callable[[Layer, Tensor], str], *, stays: bool = False) -> list[Candidate]:
     """Return each linear layer, and what seems to hold some; `reason_of` says why the scheme cannot take a weight."""
     found: list[Candidate] = []
@@ -161,6 +176,8 @@ def _objection(module: nn.Module) -> str:
     """Return why linear layers that a module is made of cannot be replaced, or "" where it holds none."""
     if isinstance(module, FusedMembers):
         return _STACKED
+    if isinstance(module, FakeQuantized):
+        return _TRAINED
     if isinstance(module, nn.MultiheadAttention):
         return _ONE_FUNCTION
     kind = user_class(type(module))
@@ -176,21 +193,22 @@ def _objection(module: nn.Module) -> str:
 
 def is_candidate(module: nn.Module) -> bool:
     """Say whether a module is a linear layer or a convolution, or one that was trained to be quantized."""
-    linear = linear_of(module)
-    is_plain = user_class(type(module)) in CONVOLUTIONS or (linear is not None and not linear.inputs_first)
+    is_plain = user_class(type(module)) in CONVOLUTIONS or linear_of(module) is not None
     return is_plain or isinstance(module, FakeQuantized)
 
 
 def candidates(
-    keep: Sequence[str], program: Program, *, runs_here: bool = True
+    keep: Sequence[str], program: Program, *, runs_here: bool = True, stays: bool = False
 ) -> tuple[dict[str, nn.Module], list[Refusal]]:
-    """Return the layers that can be quantized, by name, on the CPU here if `runs_here`, and why others cannot."""
+    """Return the layers that can be quantized, by name, on the CPU here if `runs_here`, and why others cannot; `stays`:
+    the weight of a linear layer that others have too may stay.
+    """
     layers, refused = dict[str, nn.Module](), list(already_quantized(keep, program))
     for module in program.names.distinct:
         name = program.names.name(module)
         if not is_candidate(module) or word_for(keep, name, program) is not None:
             continue
-        reason = reason_against_module(name, module, program, runs_here=runs_here)
+        reason = reason_against_module(name, module, program, runs_here=runs_here, stays=stays)
         if reason:
             refused.append(Refusal(reason, name or "(root)"))
         else:
@@ -205,10 +223,14 @@ def even_geometry(module: nn.Module) -> Geometry | None:
     return None if geometry is None or geometry.padding_after is not None else geometry
 
 
-def reason_against_module(name: str, module: nn.Module, program: Program, *, runs_here: bool = True) -> str:
+def reason_against_module(
+    name: str, module: nn.Module, program: Program, *, runs_here: bool = True, stays: bool = False
+) -> str:
     """Return why a candidate must stay as it is, or ""; see `candidates`."""
     weight = cast("nn.Parameter", cast("nn.Linear", module).weight)
-    reason = reason_against_layer(Candidate(name, module, {"weight": weight}), program)
+    linear = linear_of(module)
+    may_stay = stays and linear is not None and not linear.inputs_first
+    reason = reason_against_layer(Candidate(name, module, {"weight": weight}, stays=may_stay), program)
     if reason:
         return reason
     if runs_here and weight.device.type != "cpu":

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from ...compat import own_parameters
 from ...compat.quantized import has_float8, needs_reduced_range
-from ...errors import CalibrationError, MatchFailure, UsageError
+from ...errors import CalibrationError, MatchFailure
 from ...layers.quantized import (
     Float8Linear,
     Int4WeightLinear,
@@ -22,13 +22,13 @@ from ...layers.quantized import (
 from ...passes.rewriting import Edit, Layer
 from ...passes.sites import Refusal, Site
 from ...runtime.state import QuantizeWeight, StateStep
-from ...runtime.values import qualified, user_class
+from ...runtime.values import user_class
 from ...tracing.program import Program, is_on_meta
 from ..calibration import calls
 from .find import Found, Make, found
 from .kernels import lstm_problem
-from .layers import Candidate, linear_of, linears, tied_to, weight_of
-from .methods import Treatment, treatment
+from .layers import Candidate, is_tied, linear_of, linears, outputs_first, weight_of
+from .methods import Treatment, check_processes, treatment
 from .options import Options
 from .statistics import statistics
 from .write import Instead, instead_of, instead_of_linear, put
@@ -45,10 +45,6 @@ _LAYERS: Mapping[str, tuple[str, type[QuantizedLinear]]] = {
 
 _NO_FLOAT8 = "and float8 is fast on GPUs since Ada and Hopper only; aim=size holds its weight in float8 all the same"
 _NO_VNNI = "this CPU has no VNNI: activations have 7 bits"
-_ONE_PROCESS = (
-    "pass 'quantize': method=gptq makes numbers that no plan holds, and ranks share a plan; optimize in one process, "
-    "fxopt.save, and fxopt.load the archive on each rank"
-)
 _OUTPUTS = 16
 """The int4 kernel takes outputs in blocks of so many."""
 
@@ -81,8 +77,7 @@ def _prepared(options: Options, program: Program, layers: Sequence[Candidate]) -
 
 
 def _treated(options: Options, program: Program, layers: Sequence[Candidate]) -> dict[nn.Module, Treatment]:
-    if options.method == "gptq" and _is_among_ranks():
-        raise UsageError(_ONE_PROCESS)
+    check_processes(options)
     if is_on_meta(program.model):
         raise CalibrationError("the model is on the meta device; load its weights, then calibrate")
     form, _ = _LAYERS[options.scheme]
@@ -95,12 +90,8 @@ def _treated(options: Options, program: Program, layers: Sequence[Candidate]) ->
         for name, seen in part.items():
             linear, weight = linear_layers[name], weight_of(modules[name])
             if not _objection(options, linear, weight):
-                found[modules[name]] = treatment(options, form, weight.movedim(int(linear.inputs_first), 0), seen)
+                found[modules[name]] = treatment(options, form, outputs_first(modules[name], weight), seen)
     return found
-
-
-def _is_among_ranks() -> bool:
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def rewrite(options: Options, site: Site, edit: Edit) -> None:
@@ -108,7 +99,7 @@ def rewrite(options: Options, site: Site, edit: Edit) -> None:
     level = next((each for each in options.levels if each.scheme == site.data.get("scheme", options.scheme)), options)
     found, linear = Treatment(), linear_of(edit.owner)
     if linear is not None and site.data:
-        weight = weight_of(edit.owner).movedim(int(linear.inputs_first), 0)
+        weight = outputs_first(edit.owner, weight_of(edit.owner))
         made = site.found.weight if isinstance(site.found, Found) else None
         found = Treatment.from_plan(site.data, _LAYERS[level.scheme][0], level.group, weight, made)
     put(edit, "", _instead(level, edit.program, edit.owner, found))
@@ -136,7 +127,7 @@ def _instead(options: Options, program: Program, module: nn.Module, found: Treat
     if is_dynamic and isinstance(module, nn.LSTM):
         return _instead_of_lstm(module, options.group)
     form, layer = _LAYERS[options.scheme]
-    stays = is_dynamic and bool(tied_to(qualified(program.names.name(module), "weight"), program))
+    stays = is_dynamic and is_tied(module, program)
     return instead_of_linear(module, layer, form, options.group, found, stays=stays)
 
 

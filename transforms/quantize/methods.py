@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
-from ...errors import MatchFailure
+from ...errors import MatchFailure, UsageError
 from ...layers.quantized import quantized_by_rows
 from ...runtime.state import dequantized, numbers_in, powers_of, quantized, text_of_numbers
 from .gptq import gptq
 from .options import Options
 from .statistics import InputStatistics
 
-__all__ = ["Treatment", "shift_of", "treatment"]
+__all__ = ["Treatment", "check_processes", "shift_of", "treatment"]
 
 _STEPS = 20
 """Of the search of AWQ, as in its paper's code."""
@@ -58,10 +58,22 @@ class Treatment:
         return cls(str(data.get("exponents", "")), str(data.get("shift", "")), made)
 
 
+_ONE_PROCESS = (
+    "pass 'quantize': method=gptq makes numbers that no plan holds, and ranks share a plan; optimize in one process, "
+    "fxopt.save, and fxopt.load the archive on each rank"
+)
+
 _NEEDS_DATA = (
     "its numbers were made from calibration data (method=gptq), and a plan does not hold them: load the archive, or "
     "optimize again with calibration="
 )
+
+
+def check_processes(options: Options) -> None:
+    """Raise a UsageError where a method makes numbers that other processes would not have."""
+    is_shared = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    if is_shared and options.method == "gptq":
+        raise UsageError(_ONE_PROCESS)
 
 
 def treatment(options: Options, form: str, weight: Tensor, seen: InputStatistics) -> Treatment:
@@ -118,6 +130,8 @@ def _with_range(options: Options, form: str, weight: Tensor, seen: InputStatisti
     half = InputStatistics(len(known))
     half.see("", known)
     trial = _OnRows(form, options.group, weight, new, options.scheme, known)
+    if options.method != "smoothquant":
+        return min(_candidates(options, form, weight, seen), key=trial.error)
     alphas = _ALPHAS if options.alpha is None else (options.alpha,)
     errors = {alpha: trial.error(Treatment(_smoothed(weight, half, alpha))) for alpha in alphas}
     best = min(errors, key=errors.__getitem__)

@@ -112,7 +112,7 @@ _OF_DATA = dict.fromkeys(("batches", "calibration"), ("int8_static",))
 _READ_BY_METHOD = {"alpha": ("smoothquant",), "damp": ("gptq",), "act_order": ("gptq",)}
 
 _OF_METHOD = {
-    "gptq": ("int8_dynamic", "int8_weight", "int4_weight"),
+    "gptq": ("int8_dynamic", "int8_static", "int8_weight", "int4_weight"),
     "awq": ("int8_weight", "int4_weight"),
     "smoothquant": ("int8_dynamic", "int8_static"),
 }

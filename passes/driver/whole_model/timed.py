@@ -14,7 +14,7 @@ from ....tracing.examples import Inputs
 from ....tracing.program import deactivate
 from ....tracing.recording import calls_by_kind
 from ... import timing
-from ...sites import Cause, Goal, Reason
+from ...sites import Cause, Goal, Numerics, Reason
 from ..history import Rewrite
 from ..tuner import Tuner
 from .races import Race, all_slower, as_timings, together
@@ -91,10 +91,9 @@ class WholeModel:
                 continue
             if better is not None and (timings := self._no_slower(better)) is not None:
                 return timings
-            left = self._doubtful() if is_surely else self._unproven()
-            while left:  # there is no time to learn what makes the model slower
+            speed = together(races).speed
+            while left := self._doubtful() if is_surely else self._unproven(speed):  # no time to learn what is slow
                 self._take_back(left, slower(**self._context.budget.values))
-                left = self._doubtful() if is_surely else self._unproven()
         return None
 
     @property
@@ -108,18 +107,21 @@ class WholeModel:
 
     def _unwanted(self, races: Sequence[Race], doubtful: Sequence[Rewrite]) -> Sequence[Rewrite]:
         """Return what every race says is to be taken back, or all together of what nothing else speaks for."""
-        if all_slower(races) is not None:
-            return doubtful
-        return self._unproven() if together(races).speed.mid < 1.0 else []
+        return self._unproven(together(races).speed) if all_slower(races) is None else doubtful
 
     def _races_before(self, first: Race) -> int:
         """Return how many races must agree before anything is taken back: one more where its sites say otherwise."""
         saved_us = sum(rewrite.decision.measured.saved_us or 0.0 for rewrite in self._judged)
         return _RACES + (saved_us > _WORTH * first.whole.microseconds("before"))
 
-    def _unproven(self) -> list[Rewrite]:
-        """Return the rewrites that only the whole model speaks for."""
-        return [each for each in self._judged if _is_optional(each) and is_unproven(each)]
+    def _unproven(self, speed: timing.Interval) -> list[Rewrite]:
+        """Return the rewrites that only the whole model speaks for, where it does not: what makes errors has to gain,
+        the others may be as fast.
+        """
+        if speed.gains():
+            return []
+        found = [each for each in self._judged if _is_optional(each) and is_unproven(each)]
+        return [each for each in found if speed.mid < 1.0 or each.pass_.numerics is Numerics.APPROXIMATE]
 
     def _doubtful(self) -> list[Rewrite]:
         """Return the rewrites to take back next, together; equal blocks share one timing.

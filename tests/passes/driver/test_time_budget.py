@@ -296,6 +296,37 @@ def test_races_together_judge_what_nothing_else_speaks_for(
     assert (outcomes(manager)[0][0], left) == (status, [])
 
 
+@dataclasses.dataclass(frozen=True)
+class AddAbout(AddOnce):
+    """The same, within a budget of error."""
+
+    numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
+    fewer: bool = False
+    budget: float = 0.05
+
+
+@pytest.mark.parametrize(
+    ("speeds", "status"), [((1.2,), "applied"), ((1.04, 1.04), "undone"), ((0.98, 0.98), "undone")]
+)
+def test_what_makes_errors_goes_where_nothing_shows_that_it_gains(
+    monkeypatch: pytest.MonkeyPatch, speeds: tuple[float, ...], status: str
+) -> None:
+    left = list(speeds)
+
+    def timed(candidates: Any, **_: Any) -> Timings:
+        speed = left.pop(0)
+        spread = [{name: speed + each if name == "before" else 1.0 for name in candidates} for each in (-0.05, 0, 0.05)]
+        return Timings(spread * 4)
+
+    monkeypatch.setattr(timing, "time_candidates", timed)
+    model = nn.Sequential(AddTwice(), Block(2)).eval()
+    manager = managed(TimeBudget(100.0, timing=80.0), AddAbout(), model=model)
+    ((found, reason),) = outcomes(manager)
+    assert (found, left) == (status, [])
+    said = f"the whole model was {'slower' if speeds[0] < 1 else 'not clearly faster'} with it"
+    assert reason.startswith(said if status == "undone" else "")
+
+
 def test_within_the_noise_what_was_faster_at_its_site_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     seems_slower(monkeypatch)
     assert outcomes(managed(TimeBudget(1e9), Subtract())) == [("applied", "")] * 3

@@ -312,7 +312,7 @@ def test_bad_data_are_named(data: Any, message: str, method: str, scheme: str):
         ({"method": "gtpq"}, "method='gtpq'; give rtn, gptq, awq or smoothquant"),
         ({"method": "awq"}, "method=awq is for scheme=int8_weight or int4_weight, not for int8_dynamic"),
         ({"method": "smoothquant", "scheme": "int4_weight"}, "method=smoothquant is for scheme=int8_dynamic"),
-        ({"method": "gptq", "scheme": "int8_static"}, "not for int8_static, which takes method=rtn or smoothquant"),
+        ({"method": "awq", "scheme": "int8_static"}, "not for int8_static, which takes method=rtn or gptq or smoothqu"),
         ({"method": "awq", "scheme": "float8"}, "not for float8, which takes method=rtn"),
         ({"bias_correction": True, "scheme": "int8_static"}, "and scheme=int8_static does not read it"),
         ({"method": "gptq", "alpha": 0.7}, "alpha= is for method=smoothquant, and method=gptq does not read it"),

@@ -1,9 +1,11 @@
-"""How what comes into a layer becomes numbers: by a range, and before that scaled, input by input (SmoothQuant)."""
+"""How what comes into a layer becomes numbers: by a range, and before that scaled, input by input (SmoothQuant); and
+which weight is rounded, where calibration data give another one (GPTQ).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -13,20 +15,25 @@ from ....layers.quantized import Range
 from ....runtime.state import powers_of
 from ....tracing.examples import Inputs
 from ....tracing.program import CallSites, Program
-from ..layers import linear_of, weight_of
-from ..methods import treatment
+from ..layers import linear_of, outputs_first, weight_of
+from ..methods import Treatment, check_processes, treatment
 from ..options import Options
 from ..statistics import statistics
 
-__all__ = ["InputForm", "exponents_of"]
+__all__ = ["InputForm", "treatments_of"]
 
 
 @dataclass(frozen=True)
 class InputForm:
-    """The range of a layer's input; before that its inputs are divided by powers of two, if `exponents` has some."""
+    """The range of a layer's input; before that its inputs are divided by powers of two, if `exponents` has some.
+    `weight`: what the data of this run have given the layer to round in the place of its own, [outputs, inputs].
+    `shift`: what they add to the sums of products, in steps of the weight's scales, as text.
+    """
 
     range: Range
     exponents: str = ""
+    weight: Tensor | None = field(default=None, compare=False, repr=False)
+    shift: str = field(default="", compare=False, repr=False)
 
     def factors(self, weight: Tensor) -> Tensor | None:
         """Return what the inputs of a weight, [outputs, inputs], are multiplied with, in its type."""
@@ -40,21 +47,23 @@ class InputForm:
         return self.range.rounded(x * factors) / factors
 
 
-def exponents_of(
+def treatments_of(
     options: Options, program: Program, layers: Mapping[str, nn.Module], calls: Sequence[Inputs]
-) -> dict[str, str]:
-    """Return the scales of inputs, as exponents of two, of the linear layers for which some err less.
+) -> dict[str, Treatment]:
+    """Return what data give linear layers so that they err less: scales of inputs, or other weights.
 
-    Layers that read one value have the same, so its numbers are made once.
+    Layers that read one value have the same scales, so its numbers are made once.
     """
+    check_processes(options)
     inputs = {name: linear.channels[0] for name, module in layers.items() if (linear := linear_of(module)) is not None}
     modules = {name: layers[name] for name in inputs}
-    found: dict[str, str] = {}
-    for seen in statistics(program, modules, inputs, calls, moments=False):
-        for together in _readers(program, {name: modules[name] for name in seen}):
-            weight = torch.cat([weight_of(modules[name]).detach().cpu() for name in together])
-            exponents = treatment(options, static_format(), weight, seen[together[0]]).exponents
-            found |= dict.fromkeys(together if exponents else (), exponents)
+    found: dict[str, Treatment] = {}
+    for seen in statistics(program, modules, inputs, calls, moments=options.method == "gptq"):
+        some = {name: modules[name] for name in seen}
+        for together in _readers(program, some) if options.method == "smoothquant" else [[name] for name in some]:
+            weights = [outputs_first(modules[name], weight_of(modules[name]).detach()) for name in together]
+            weight = torch.cat([each.cpu() for each in weights])
+            found |= dict.fromkeys(together, treatment(options, static_format(), weight, seen[together[0]]))
     return found
 
 

@@ -14,10 +14,12 @@ from ....tracing.examples import Inputs
 from ....tracing.program import Program
 from ...calibration import calls, ranges_of
 from ..judging import with_metric
-from ..layers import CONVOLUTIONS, candidates, weight_of
+from ..layers import CONVOLUTIONS, candidates, is_tied, outputs_first, weight_of
+from ..methods import Treatment
 from ..options import Options
+from .correction import corrected
 from .find import Chain, Link, chains
-from .scaling import InputForm, exponents_of
+from .scaling import InputForm, treatments_of
 from .sensitivity import Sensitivity, sensitivity
 
 __all__ = ["find"]
@@ -32,7 +34,7 @@ def find(options: Options, program: Program) -> Iterator[Site | Refusal]:
         reason = "it is for evaluation, and the model is in training; call model.eval() first"
         yield Refusal(reason, "(root)", Cause.IN_TRAINING)
         return
-    layers, refused = candidates(options.keep, program)
+    layers, refused = candidates(options.keep, program, stays=options.aim == "speed")
     yield from refused
     if layers:
         yield from _calibrated(options, program, layers)
@@ -54,12 +56,17 @@ def _calibrated(options: Options, program: Program, layers: Mapping[str, nn.Modu
     if not forms:
         return
     found = Sensitivity(dict.fromkeys(forms, 0.0))
+    is_held_out = len(judged) > 1
+    if is_held_out:
+        forms = corrected(program, forms, options, seen, judged)
     if data:
         found = sensitivity(program, forms, options, judged)
     for name in found.left:
         cost = f"quantized alone, it moves the model's results by about {found.alone[name]:.2g} of their scale"
         yield Refusal(f"{cost}; with all layers {found.together}", name)
     kept = {name: form for name, form in forms.items() if name not in found.left}
+    if found.left and kept and is_held_out and options.metric is None:  # others are before them than when all erred
+        kept = corrected(program, kept, options, seen, judged)
     yield from with_metric(_sites(program, kept, found), found.metric)
 
 
@@ -67,10 +74,14 @@ def _forms(
     options: Options, program: Program, layers: Mapping[str, nn.Module], calls: Sequence[Inputs]
 ) -> dict[str, InputForm]:
     """Return how the input of each layer that the calls reach becomes numbers."""
-    scaled = exponents_of(options, program, layers, calls) if options.method == "smoothquant" else {}
-    factors = {name: powers_of(text, weight_of(layers[name]).shape[1], -1) for name, text in scaled.items()}
+    own = {name: layer for name, layer in layers.items() if not is_tied(layer, program)}
+    found = treatments_of(options, program, own, calls) if options.calibrates else {}
+    scaled = {name: each.exponents for name, each in found.items() if each.exponents}
+    counts = {name: outputs_first(layers[name], weight_of(layers[name])).shape[1] for name in scaled}
+    factors = {name: powers_of(text, counts[name], -1) for name, text in scaled.items()}
     ranges = ranges_of(program, layers, calls, options.observer, factors)
-    return {name: InputForm(range_, scaled.get(name, "")) for name, range_ in ranges.items()}
+    weights = {name: each.weight for name, each in found.items()}
+    return {name: InputForm(range_, scaled.get(name, ""), weights.get(name)) for name, range_ in ranges.items()}
 
 
 def _divided(data: Sequence[Inputs]) -> tuple[Sequence[Inputs], Sequence[Inputs]]:
@@ -82,13 +93,17 @@ def _divided(data: Sequence[Inputs]) -> tuple[Sequence[Inputs], Sequence[Inputs]
 
 def _sites(program: Program, forms: Mapping[str, InputForm], found: Sensitivity) -> Iterator[Site]:
     chained: set[str] = set()
-    for chain in chains(program, forms):
+    own = {name: form for name, form in forms.items() if not is_tied(program.module(name), program)}
+    for chain in chains(program, own):
         chained.update(link.name for link in chain.links)
         yield _site_of(program, chain, forms, found)
     for name in forms:
         if name not in chained:
-            data = _data(name, forms[name], None, found)
-            yield Site(program, name, {}, data={"layers": [data]}, detail=_detail([data]), kind=_kind(program, [data]))
+            data = _data(name, forms[name], None, found) | ({} if name in own else {"stays": True})
+            yield Site(
+                program, name, {}, data={"layers": [data]}, detail=_detail([data]), kind=_kind(program, [data]),
+                found={name: forms[name].weight},
+            )  # fmt: skip
 
 
 def _site_of(program: Program, chain: Chain, forms: Mapping[str, InputForm], found: Sensitivity) -> Site:
@@ -101,6 +116,7 @@ def _site_of(program: Program, chain: Chain, forms: Mapping[str, InputForm], fou
         program, chain.owner, nodes, chain.specialization,
         data={"layers": data}, detail=_detail(data), kind=_kind(program, data),
         label=data[0]["name"] if len(data) == 1 else "",
+        found={link.name: forms[link.name].weight for link in chain.links},
     )  # fmt: skip
 
 
@@ -121,7 +137,7 @@ def _data(name: str, form: InputForm, link: Link | None, found: Sensitivity) -> 
     output = None if link is None or link.output is None else link.output.range
     return {
         "name": name, "scale": form.range.scale, "zero_point": form.range.zero_point,
-        **({"exponents": form.exponents} if form.exponents else {}),
+        **Treatment(form.exponents, form.shift, form.weight).data,
         "output": None if output is None else [output.scale, output.zero_point],
         "contiguous": link is None or link.followers.is_open,
         "error": found.own[name], **({"moves_results": found.alone[name]} if found.alone else {}),

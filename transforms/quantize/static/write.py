@@ -20,17 +20,19 @@ from ....layers.quantized import (
     StaticConv,
     StaticLayer,
     StaticLinear,
+    TiedStaticLinear,
     max_pool_numbers,
     to_numbers,
 )
-from ....passes.rewriting import Edit, call_of_layer
+from ....passes.rewriting import Edit, call_of_layer, holds_inputs_first
 from ....passes.sites import Site
 from ....runtime.guards import Applied, Attribute, Guard, Lacks, Source, Truth, exactly, key_of, module_at, of_class
-from ....runtime.state import QuantizeSmoothed, QuantizeTrained, QuantizeWeight, StateStep
+from ....runtime.state import QuantizeByData, QuantizeSmoothed, QuantizeTrained, QuantizeWeight, StateStep
 from ....runtime.values import TensorMeta, meta_of, qualified, user_class
 from ...fold_batchnorm import source_of, write_check
-from ..layers import CONVOLUTIONS, even_geometry, is_candidate, reason_against_module
-from ..write import instead_of, put
+from ..layers import CONVOLUTIONS, even_geometry, is_candidate, outputs_first, reason_against_module, weight_of
+from ..methods import Treatment, shift_of
+from ..write import Instead, instead_of, put
 from .find import pooling_of
 from .scaling import InputForm
 
@@ -74,13 +76,20 @@ def _replace_layer(path: str, layer: Mapping[str, Any], edit: Edit, group: int) 
     old, name = edit.owner.get_submodule(path), qualified(edit.site.owner, path)
     if not is_candidate(old):
         raise MatchFailure(f"'{name}' is a {type(old).__name__} by now")
-    reason = reason_against_module(name, old, edit.program) if edit.program.replaying else ""  # else `find` has asked
+    stays = bool(layer.get("stays"))
+    replays = edit.program.replaying  # else `find` has asked
+    reason = reason_against_module(name, old, edit.program, stays=stays) if replays else ""
     if reason:
         raise MatchFailure(f"'{name}': {reason}")
-    weight = cast("nn.Parameter", own_parameters(old)["weight"])
+    weight = weight_of(old)
     observed = old.observed() if isinstance(old, FakeQuantized) else {}
-    form = InputForm(Range(layer["scale"], layer["zero_point"]), str(layer.get("exponents", "")))
-    plain = QuantizeWeight.of(qualified(path, "weight"), weight, static_format(), group=group)
+    dim = int(holds_inputs_first(old))
+    found = Treatment.from_plan(layer, static_format(), group, outputs_first(old, weight), _made(layer, edit))
+    form = InputForm(Range(layer["scale"], layer["zero_point"]), found.exponents, shift=found.shift)
+    if stays:
+        put(edit, path, Instead(TiedStaticLinear(weight, own_parameters(old).get("bias"), group, form.range), ()))
+        return
+    plain = QuantizeWeight.of(qualified(path, "weight"), weight, static_format(), dim, group)
     step: StateStep = plain
     if observed:
         olds = tuple(qualified(path, name) for name in ("weight", *observed))
@@ -89,18 +98,28 @@ def _replace_layer(path: str, layer: Mapping[str, Any], edit: Edit, group: int) 
         step = QuantizeTrained(olds, plain.new, group, plain.dtype, kinds, noted, plain.format)
     elif form.exponents:
         step = QuantizeSmoothed(**vars(plain), exponents=form.exponents)
+    if found.weight is not None:
+        step, weight = QuantizeByData(**vars(plain)), found.weight.to(weight.device).movedim(0, dim)
     put(edit, path, instead_of({step: weight}, lambda held: _layer_of(old, *held[0], form)))
 
 
+def _made(layer: Mapping[str, Any], edit: Edit) -> Tensor | None:
+    """Return the weight that the data of this run have given a layer."""
+    found = edit.site.found
+    return cast("Mapping[str, Tensor | None]", found).get(layer["name"]) if isinstance(found, Mapping) else None
+
+
 def _layer_of(old: nn.Module, values: Tensor, scales: Tensor, form: InputForm) -> StaticLayer:
-    weight = cast("nn.Linear", old).weight
+    weight = weight_of(old)
     settings = values, scales, own_parameters(old).get("bias"), weight.dtype, form.range
-    if isinstance(old, nn.Linear):
-        return StaticLinear(*settings, form.factors(weight.float()))
+    shift = shift_of(form.shift, len(values)).to(values.device) if form.shift else None
+    if not isinstance(old, CONVOLUTIONS):
+        factors = form.factors(outputs_first(old, weight).float())
+        return StaticLinear(*settings, factors, int(holds_inputs_first(old)), shift)
     geometry = even_geometry(old)
     if geometry is None:
         raise MatchFailure("its padding is not the same number of zeros on both sides")
-    return StaticConv(*settings, geometry)
+    return StaticConv(*settings, geometry, shift)
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------
@@ -190,7 +209,8 @@ def _factors_at(path: str, edit: Edit) -> fx.Node:
 def _calls_layer(user: fx.Node, edit: Edit) -> bool:
     if user.op != "call_module":
         return False
-    return isinstance(edit.owner.get_submodule(str(user.target)), (nn.Linear, *CONVOLUTIONS, StaticLayer))
+    module = edit.owner.get_submodule(str(user.target))
+    return isinstance(module, (nn.Linear, *CONVOLUTIONS, StaticLayer)) or holds_inputs_first(module)
 
 
 def _pass_numbers(node: fx.Node, edit: Edit) -> None:
