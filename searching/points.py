@@ -28,6 +28,7 @@ class Point:
         left: what was not rewritten, and why, a line each.
         finetuned: whether its weights were trained; they are kept beside its plan.
         repeats: the number of the point that rewrites the same, whose figures these are; None where it was measured.
+        form: what it became, in a few letters; those of points that rewrite the same are equal. "" where not known.
         reason: why it failed, was not tried, or was not evaluated; "" if all is known.
         seconds: how long the trial took.
         choice: what the search chose.
@@ -41,6 +42,7 @@ class Point:
     left: tuple[str, ...] = field(default=(), repr=False)
     finetuned: bool = False
     repeats: int | None = None
+    form: str = field(default="", repr=False)
     reason: str = ""
     seconds: float = 0.0
     choice: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
@@ -60,8 +62,8 @@ class Point:
         """Return the point that `to_json` described; PlanError says where it is malformed."""
         try:
             given = {each.name: data[each.name] for each in fields(cls)}
-            if not isinstance(given["pipeline"], str) or not isinstance(given["reason"], str):
-                raise TypeError("its pipeline and its reason are texts")
+            if not all(isinstance(given[name], str) for name in ("pipeline", "form", "reason")):
+                raise TypeError("its pipeline, its form and its reason are texts")
             given["interval"] = None if given["interval"] is None else tuple(map(float, given["interval"]))
             given["figures"] = {str(name): float(number) for name, number in given["figures"].items()}
             given["left"], given["number"] = tuple(map(str, given["left"])), int(given["number"])
