@@ -40,8 +40,8 @@ from torch_geometric.nn import GCNConv
 import fxopt
 from fxopt.passes.sites import Goal, Phase
 from fxopt.searching.bench import Bench
+from fxopt.searching.course import Search
 from fxopt.searching.points import Aim, Point
-from fxopt.searching.search import Search
 from fxopt.searching.sensitivity import sensitivities
 from fxopt.searching.space import PRESET, Space, can_be, pipeline_of
 from fxopt.searching.trials import Trials
@@ -303,6 +303,8 @@ def fastest(tried: Tried) -> float:
     return tried.aim.cost(tried.aim.original) / min(tried.aim.cost(each.figures) for each in good)
 
 
+ERROR = 0.01
+"""Of results, relative to their scale: large models may err by so much."""
 LARGE = {"ResNet-50, 224 x 224": "resnet-50", "BERT-base, 64 tokens": "bert-base, 64 tokens"}
 
 
@@ -311,7 +313,7 @@ def measure_large(name: str, seconds: float) -> dict[str, Any]:
     model, inputs = CASES[LARGE[name]].built()
     before, start = peak(), time.perf_counter()
     front = fxopt.search(
-        model, example_inputs=inputs, constraints={"error": 0.01, "latency": "-50%"}, time_budget=seconds
+        model, example_inputs=inputs, constraints={"error": ERROR, "latency": "-50%"}, time_budget=seconds
     )
     took = time.perf_counter() - start
     spent, first = took - sum(point.seconds for point in front.trials), None
@@ -319,7 +321,8 @@ def measure_large(name: str, seconds: float) -> dict[str, Any]:
         spent += point.seconds
         if first is None and point.is_known and not front.lacks(point):
             first = spent
-    best = front.points[0] if front.points else front.nearest[0]
+    exact = [point for point in front.nearest if point.figures["error"] <= ERROR]
+    best = min(exact, key=lambda point: point.figures["latency"])
     row = {
         "task": name, "seconds": took, "first_seconds": first, "trials": sum(each.is_known for each in front.trials),
         "speedup": front.original.figures["latency"] / best.figures["latency"], "error": best.figures["error"],

@@ -52,6 +52,11 @@ class Point:
         """Say whether it was measured to the end."""
         return bool(self.figures) and not self.reason
 
+    @property
+    def label(self) -> str:
+        """Return what it is called in messages."""
+        return "the original" if self.number < 0 else f"trial {self.number}, {self.pipeline or 'as it was'!r}"
+
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
         plain = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -101,12 +106,17 @@ class Aim:
         worse = figures.get("metric", math.inf if self.minimize else -math.inf) - self.original["metric"]
         return worse if self.minimize else -worse
 
+    def limit(self, name: str) -> float:
+        """Return what a figure, of which less is better, may be at most, by the bounds; infinity where none says."""
+        return min((bound.limit(self.original) for bound in self.bounds if bound.name == name), default=math.inf)
+
     @property
     def allowed_loss(self) -> float:
         """Return how much may be lost at most, by the bounds; infinity where none says."""
-        limits = {bound.name: bound.limit(self.original) for bound in self.bounds}
-        name = "metric" if self.has_metric else "error"
-        return max(0.0, self.loss({name: limits[name]})) if name in limits else math.inf
+        if not self.has_metric:
+            return self.limit("error")
+        metrics = [bound.limit(self.original) for bound in self.bounds if bound.name == "metric"]
+        return min((max(0.0, self.loss({"metric": each})) for each in metrics), default=math.inf)
 
     def lacks(self, figures: Mapping[str, float]) -> list[Bound]:
         """Return the bounds that are not met."""

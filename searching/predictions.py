@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..errors import UsageError
+from .demands import QUANTITIES
 from .points import Aim, Point
 from .space import PRESET, Choice, Space, can_be, key_of
 
@@ -15,6 +16,8 @@ __all__ = ["Predictions"]
 
 _MORE_SPEED, _LESS_LOSS = 0.75, 0.5
 """A prediction may be wrong by so much: the objective may be a quarter better, and half as much may be lost."""
+_MEASURED = ("latency", "throughput", "training_step", "memory", "size")
+"""Figures of which changes multiply."""
 _FAR = 3.0
 """What loses so many times what is allowed loses too much beside anything else."""
 _MOST = 2000
@@ -33,7 +36,7 @@ class Predictions:
 
     def __init__(self, space: Space, aim: Aim) -> None:
         self._space, self._aim = space, aim
-        self._known: dict[tuple[str, ...], _Expected] = {}
+        self._known: dict[tuple[str, ...], Point] = {}
         self._lossy: list[Point] = []
         self._alone: list[Point] = []
         self._refused: list[Point] = []
@@ -42,14 +45,13 @@ class Predictions:
     def learn(self, point: Point) -> None:
         """Take in a point."""
         if point.is_known:
-            found = _Expected(self._aim.cost(point.figures), self._aim.loss(point.figures))
-            self._known[key_of(point.choice)] = found
+            self._known[key_of(point.choice)] = point
             changed = self._changed(point.choice)
             if not changed:
                 self._first = point
             elif len(changed) == 1:
                 self._alone.append(point)
-                if found.loss > _FAR * self._aim.allowed_loss:
+                if self._aim.loss(point.figures) > _FAR * self._aim.allowed_loss:
                     self._lossy.append(point)
         elif point.reason.startswith(UsageError.__name__) and len(self._changed(point.choice)) == 1:
             self._refused.append(point)
@@ -58,18 +60,24 @@ class Predictions:
         """Return the groups in which a choice is not where the search starts."""
         return [name for name, text in choice.items() if text != self._space.start[name]]
 
-    def expected(self, choice: Choice) -> _Expected | None:
-        """Return what a choice will cost and lose; None where a part of it was not measured by itself."""
+    def _parts(self, choice: Choice) -> tuple[Point, list[Point]] | None:
+        """Return the first point and those of each change to it alone; None where one was not measured."""
         start = self._space.start
         base = self._known.get(key_of(start))
-        parts = [
-            self._known.get(key_of({**start, name: choice[name]})) for name in start if choice[name] != start[name]
-        ]
-        if base is None or None in parts:
-            return None
+        parts = [self._known.get(key_of({**start, name: choice[name]})) for name in self._changed(choice)]
         known = [part for part in parts if part is not None]
-        gain = math.prod(part.cost / base.cost for part in known)
-        return _Expected(base.cost * gain, base.loss + sum(part.loss - base.loss for part in known))
+        return None if base is None or len(known) < len(parts) else (base, known)
+
+    def expected(self, choice: Choice) -> _Expected | None:
+        """Return what a choice will cost and lose; None where a part of it was not measured by itself."""
+        found = self._parts(choice)
+        if found is None:
+            return None
+        (cost, loss), *parts = (
+            (self._aim.cost(each.figures), self._aim.loss(each.figures)) for each in (found[0], *found[1])
+        )
+        gain = math.prod(part / cost for part, _ in parts)
+        return _Expected(cost * gain, loss + sum(part - loss for _, part in parts))
 
     def beaten_by(self, choice: Choice, points: Mapping[int, Point]) -> Point | None:
         """Return a point that beats a choice, even if it turns out better than predicted; None if there is none."""
@@ -82,6 +90,24 @@ class Predictions:
             if is_fit and self._aim.cost(point.figures) <= cost and self._aim.loss(point.figures) <= loss:
                 return point
         return None
+
+    def misses(self, choice: Choice) -> str:
+        """Say which constraint on time or bytes a choice does not meet, even if it is better than predicted; "" if none
+        is known.
+        """
+        points = self._parts(choice)
+        if points is None:
+            return ""
+        base, parts = points
+        for bound in self._aim.bounds:
+            if bound.name not in _MEASURED:
+                continue
+            ratio = math.prod(part.figures[bound.name] / base.figures[bound.name] for part in parts)
+            better = 1.0 / _MORE_SPEED if QUANTITIES[bound.name].higher else _MORE_SPEED
+            figures = {bound.name: base.figures[bound.name] * ratio}
+            if bound.lack({bound.name: better * figures[bound.name]}, self._aim.original) > 0:
+                return bound.said(figures, self._aim.original)
+        return ""
 
     def same_as(self, choice: Choice) -> Choice | None:
         """Return a choice without its passes that rewrite nothing beside the first preset; None if it has none such."""

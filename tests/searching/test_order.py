@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from fxopt.passes.sites import Goal, Phase
+from fxopt.searching.course import Search
 from fxopt.searching.demands import parse_bounds
 from fxopt.searching.front import Front
 from fxopt.searching.points import Aim, Point
-from fxopt.searching.search import Search
 from fxopt.searching.space import Space
 from fxopt.searching.trials import Trials
 from fxopt.transforms.prune import Prune

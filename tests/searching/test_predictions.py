@@ -64,6 +64,18 @@ def test_what_meets_no_constraint_beats_nothing():
     assert predictions.beaten_by(both, {0: light}) is light
 
 
+def test_what_is_predicted_to_hold_far_too_many_bytes_is_left_out():
+    bounds = parse_bounds({"size": "5 MB"}, training=False, minimize=False, has_metric=True)
+    predictions = Predictions(SPACE, Aim("latency", bounds, {"latency": 10.0, "metric": 1.0, "size": 8e6}, True, False))
+    points = [point(8, 1.0), point(7, 0.98, quantize=STATIC), point(9, 0.97, prune=PRUNED)]
+    for each, size in zip(points, (8e6, 12e6, 6e6), strict=True):
+        predictions.learn(replace(each, figures={**each.figures, "size": size}))
+    both = {**START, "quantize": STATIC, "prune": PRUNED}
+    assert predictions.misses(both) == "size 8.58 MiB, wanted <= 4.77 MiB"
+    assert predictions.misses({**START, "prune": PRUNED}) == ""  # it may be a quarter smaller
+    assert predictions.misses({**START, "quantize": "quantize"}) == ""
+
+
 def test_a_pass_that_rewrites_nothing_alone_is_predicted_to_rewrite_nothing():
     idle = "quantize{scheme=int8_weight}"
     predictions = learned(point(8, 1.0), replace(point(8, 1.0, quantize=idle), number=5, repeats=0))
