@@ -235,10 +235,9 @@ def test_pipelines_that_rewrite_the_same_are_one_point(
     assert (plain.repeats, idle.repeats) == (None, plain.number)
     assert plain.figures == idle.figures
     assert plain.plan != idle.plan
-    assert (
-        len({point.form for point in front.trials if point.is_known and point.repeats is None})
-        == 1 + len(evaluated) - 2
-    )
+    measured = [point for point in front.trials if point.is_known and point.repeats is None]
+    assert len(evaluated) == 1 + len(measured)
+    assert len(measured) <= 3 < len(front.trials)
     same = f"rewrites the same as trial {plain.number}, 'inference{{dtype=float32}}'"
     assert f"trial {idle.number}, {idle.pipeline}: {same}" in caplog.text
     front.to_html(tmp_path / "points.html")
