@@ -104,9 +104,10 @@ class Search:
         metric = self.bench.evaluate_seconds
         if left < each:
             takes = f", {duration(metric)} of it evaluate" if metric > each / 2 else ""
+            rest = f"only {duration(left)} are" if left > 0 else "nothing is"
             raise UsageError(
-                f"time_budget: one trial takes about {duration(each)}{takes}, and {duration(max(left, 0.0))} are left "
-                "of it once the original is measured; give more"
+                f"time_budget: one trial takes about {duration(each)}{takes}, and {rest} left of it once the original "
+                "is measured; give more"
             )
         notes: list[str] = []
         wanted, fit = len(self.space.singles()), left / each

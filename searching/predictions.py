@@ -118,7 +118,9 @@ class Predictions:
     def _is_idle(self, name: str, text: str) -> bool:
         first = self._first
         return first is not None and any(
-            _measured_as(point) == _measured_as(first) and self._space.groups[name].is_less(text, point.choice[name])
+            _measured_as(point) == _measured_as(first)
+            and self._space.groups[name].is_less(text, point.choice[name])
+            and not _is_undone(point, name)
             for point in self._alone
             if point.choice[name] != self._space.start[name]
         )
@@ -162,3 +164,9 @@ class Predictions:
 def _measured_as(point: Point) -> int:
     """Return the number of the point whose figures a point has."""
     return point.number if point.repeats is None else point.repeats
+
+
+def _is_undone(point: Point, name: str) -> bool:
+    """Say whether a pass rewrote something that a later one did better without: beside others it may stand."""
+    decisions = () if point.plan is None else point.plan.decisions
+    return any(each.status == "undone" and each.pass_name == name for each in decisions)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fxopt.passes.sites import Goal, Phase
+from fxopt.runtime.record import Decision, Plan
 from fxopt.searching.demands import parse_bounds
 from fxopt.searching.points import Aim, Point
 from fxopt.searching.predictions import Predictions
@@ -82,6 +83,9 @@ def test_a_pass_that_rewrites_nothing_alone_is_predicted_to_rewrite_nothing():
     assert predictions.same_as({**START, "quantize": idle, "prune": PRUNED}) == {**START, "prune": PRUNED}
     assert predictions.same_as({**START, "quantize": STATIC}) is None
     assert predictions.same_as({**START, "prune": PRUNED}) is None
+    undone = Decision(0, "quantize", "layer", "undone", reason="the engine is faster")
+    raced = replace(point(8, 1.0, quantize=idle), number=5, repeats=0, plan=Plan((idle,), "eval", (undone,)))
+    assert learned(point(8, 1.0), raced).same_as({**START, "quantize": idle, "prune": PRUNED}) is None
     other = learned(point(8, 1.0), replace(point(4, 1.0, quantize=idle), number=5))
     assert other.same_as({**START, "quantize": idle, "prune": PRUNED}) is None
 
