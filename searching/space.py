@@ -20,7 +20,8 @@ from .sensitivity import Sensitivities
 __all__ = ["PRESET", "Choice", "Space", "can_be", "key_of", "passes_of", "pipeline_of"]
 
 PRESET = "preset"
-_PRESETS = {Phase.EVAL: ("inference", "compress"), Phase.TRAIN: ("training",)}
+_FOR_BYTES = "compress"
+_PRESETS = {Phase.EVAL: ("inference", _FOR_BYTES), Phase.TRAIN: ("training",)}
 _ENGINE = "delegate{dtype=int8}"
 """What an engine computes by itself, layers of `int8_static` in 8 bits: a preset has other passes, too."""
 _KEPT_SHARES = (0.0, 0.125, 0.25, 0.5)
@@ -58,6 +59,7 @@ class Space:
         passes = _passes(phase, goals, sensitivities or Sensitivities({}, {}), error=error, trains=trains)
         groups = (_presets(phase, goals), *passes)
         self.groups = {group.name: group for group in groups}
+        self._is_exact = error < math.inf and not trains
 
     @property
     def start(self) -> Choice:
@@ -66,19 +68,23 @@ class Space:
 
     def singles(self) -> list[Choice]:
         """Return the pipelines that are tried before all others: the first preset, what is known to be strong together,
-        then one of each group in turn: presets, and passes beside the first one, with what they prepare.
+        then one of each group in turn: presets, and passes beside the first one, with what they prepare. Where results
+        are to stay as they are, passes that change the function come last.
         """
         strong = [
             {**self.start, PRESET: preset, name: text}
             for preset, name, values in _STRONG if preset in self.groups[PRESET].texts and name in self.groups
             for text in self.groups[name].having(values)
         ]  # fmt: skip
-        alone = [
-            [{**self.start, **group.prepares, name: text} for text in group.alone()]
-            for name, group in self.groups.items()
-        ]
-        in_turn = filter(None, itertools.chain.from_iterable(itertools.zip_longest(*alone)))
-        return [self.start, *strong, *in_turn]
+        late = [name for name in self.groups if self._is_exact and _changes_function(name)]
+        in_turn = itertools.zip_longest(*(self._alone(name) for name in self.groups if name not in late))
+        last = (self._alone(name) for name in late)
+        return [self.start, *strong, *filter(None, itertools.chain.from_iterable((*in_turn, *last)))]
+
+    def _alone(self, name: str) -> list[Choice]:
+        """Return what is tried of one group beside the first preset."""
+        group = self.groups[name]
+        return [{**self.start, **group.prepares, name: text} for text in group.alone()]
 
     def all(self) -> Iterator[Choice]:
         """Yield every choice, whether or not its passes go together."""
@@ -164,8 +170,9 @@ def _listed(choice: Choice) -> Iterator[str]:
 
 def _presets(phase: Phase, goals: Collection[Goal]) -> Group:
     """Return the presets of a phase, with each of their options; where bytes count, also none of them. Those with an
-    engine come first, and last what this machine has no instructions for.
+    engine come first, and last what is for bytes alone, and what this machine has no instructions for.
     """
+    is_for_speed = set(goals) <= {Goal.SPEED}
     texts: list[str] = []
     for name in _PRESETS[phase]:
         options = {
@@ -178,8 +185,12 @@ def _presets(phase: Phase, goals: Collection[Goal]) -> Group:
             chosen = ",".join(f"{option}={value}" for option, value in zip(options, values, strict=True))
             texts.append(f"{name}{{{chosen}}}" if chosen else name)
     texts += [_ENGINE] if phase is Phase.EVAL and has_engines() else []
-    texts.sort(key=_is_slow)
-    return Group(PRESET, (*texts, *([] if set(goals) <= {Goal.SPEED} else [NOTHING])))
+    texts.sort(key=lambda text: (_is_slow(text), is_for_speed and text == _FOR_BYTES))
+    return Group(PRESET, (*texts, *([] if is_for_speed else [NOTHING])))
+
+
+def _changes_function(name: str) -> bool:
+    return name != PRESET and find_pass(name).numerics is Numerics.SEMANTIC
 
 
 def _is_slow(text: str) -> bool:

@@ -96,6 +96,12 @@ def test_a_lossy_pass_may_err_by_what_is_allowed_or_by_half_of_it():
     assert "budget" not in space().groups["quantize"].options
 
 
+def test_what_changes_the_function_comes_last_where_results_are_to_stay_as_they_are():
+    pruned = "prune{method=structured,amount=0.4},inference{dtype=float32}"
+    assert pipeline_of(Space(Phase.EVAL, {Goal.SPEED}, error=0.01).singles()[-1]) == pruned
+    assert pipeline_of(Space(Phase.EVAL, {Goal.SPEED}, error=0.01, trains=True).singles()[2]) == pruned
+
+
 def test_what_saves_only_bytes_takes_part_where_bytes_are_asked_for():
     assert "release" not in space().groups
     wanted = space((Goal.SPEED, Goal.MEMORY))
