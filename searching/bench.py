@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import api
+from ..collection import give_memory_back
 from ..errors import FxoptError, InputError, NothingDoneWarning, StateWarning, UnverifiedWarning, one_line
 from ..passes.contract import Pass
 from ..passes.driver import copied
@@ -115,6 +116,7 @@ class Bench:
             made = {"reason": f"{type(error).__name__}: {one_line(error)}"}
         if self.original.figures["size"] > _LARGE:
             gc.collect()  # optimized models are in circles of references, and the next one needs their memory
+            give_memory_back()
         return Point(number, pipeline, **made, seconds=time.perf_counter() - start, choice=dict(choice))
 
     def _made(
