@@ -33,8 +33,6 @@ _PROMISING = 8
 """So many combinations that are predicted to be good are tried before the sampler chooses."""
 _MENDED = 2
 """Of a point that loses too much, so many with more of its layers left alone are tried."""
-_MENDABLE = 10.0
-"""What loses more times what is allowed is not brought there by that."""
 _CLEARLY = 0.95
 """What takes less than this part of another's time is faster beyond the noise of timing."""
 _CHEAP = 1.0
@@ -96,7 +94,7 @@ class Search:
     def _combinations(self, predictions: Predictions) -> list[Choice]:
         """Return what is tried once each choice was tried alone."""
         points = list(self.trials.points().values())
-        return [*self._further(points), *self._mended(points), *predictions.promising(_PROMISING)]
+        return [*self._further(points), *self._mended(points, predictions), *predictions.promising(_PROMISING)]
 
     def _notes_before(self) -> list[str]:
         """Say what can be told beforehand: how many trials fit, and bounds that the original does not meet."""
@@ -167,13 +165,12 @@ class Search:
         lossy = predictions.hopeless(choice)
         return "" if lossy is None else f"not made: {lossy.pipeline!r} loses far too much already"
 
-    def _mended(self, points: Iterable[Point]) -> list[Choice]:
+    def _mended(self, points: Iterable[Point], predictions: Predictions) -> list[Choice]:
         """Return, of points that lose too much, what has smaller numbers, or leaves the most sensitive layers alone."""
-        most = _MENDABLE * self.aim.allowed_loss or math.inf
         wrong = [
             point for point in points
             if point.is_known and any(bound.name in _LOSSES for bound in self.aim.lacks(point.figures))
-            and self.aim.loss(point.figures) <= most
+            and predictions.is_mendable(point)
         ]  # fmt: skip
         return [
             choice

@@ -66,6 +66,13 @@ class Group:
             for (name, option), first, second in pairs
         )
 
+    def is_alike(self, one: str, other: str) -> bool:
+        """Say whether two texts differ in what has an order only."""
+        pairs = zip(self.options.values(), self.values_of(one), self.values_of(other), strict=False)
+        return bool(self.options and one and other) and all(
+            first == second or option.is_ordered for option, first, second in pairs
+        )
+
     def keeping_more(self, text: str) -> list[str]:
         """Return what leaves more layers alone and is the same otherwise, the least first."""
         return self._beyond(text, KEEP) if KEEP in self.options else []

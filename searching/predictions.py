@@ -20,6 +20,8 @@ _MEASURED = ("latency", "throughput", "training_step", "memory", "size")
 """Figures of which changes multiply."""
 _FAR = 3.0
 """What loses so many times what is allowed loses too much beside anything else."""
+_BEYOND = 10.0
+"""What loses more times what is allowed is not brought there by smaller numbers, nor by layers that are left alone."""
 _MOST = 2000
 """So many combinations are looked at."""
 
@@ -134,12 +136,20 @@ class Predictions:
         return None
 
     def hopeless(self, choice: Choice) -> Point | None:
-        """Return a point of one pass that loses far too much, where a choice has that pass, or with larger numbers."""
+        """Return a point of one pass that loses far too much, where a choice has that pass, or with larger numbers; or
+        with any numbers, where results are off beyond mending: errors grow with numbers, metrics may fall at once.
+        """
         for point in self._lossy:
-            name = next(each for each in point.choice if point.choice[each] != self._space.start[each])
-            if self._space.groups[name].is_milder(point.choice[name], choice[name]):
+            (name,) = self._changed(point.choice)
+            group, lossy, text = self._space.groups[name], point.choice[name], choice[name]
+            is_beyond = not self._aim.has_metric and not self.is_mendable(point)
+            if group.is_milder(lossy, text) or (is_beyond and group.is_alike(lossy, text)):
                 return point
         return None
+
+    def is_mendable(self, point: Point) -> bool:
+        """Say whether a point that loses too much may lose little enough with smaller numbers."""
+        return not self._aim.loss(point.figures) > _BEYOND * self._aim.allowed_loss > 0
 
     def promising(self, most: int) -> list[Choice]:
         """Return combinations that no other beats by what is predicted, the best objective first."""

@@ -106,3 +106,19 @@ def test_a_pass_that_loses_far_too_much_is_left_out_with_larger_numbers():
     assert predictions.hopeless({**START, "prune": "prune{method=structured,amount=0.3}"}) is None
     assert predictions.hopeless({**START, "quantize": STATIC}) is None
     assert learned(point(4, 0.8, prune=PRUNED)).hopeless({**START, "prune": PRUNED}) is None
+
+
+def test_a_pass_that_errs_beyond_mending_is_left_out_with_any_numbers():
+    bounds = parse_bounds({"error": 0.01}, training=False, minimize=False, has_metric=False)
+    predictions = Predictions(SPACE, Aim("latency", bounds, {"latency": 10.0, "error": 0.0}, False, False))
+    for each, error in (
+        (point(8, 1.0), 0.0),
+        (point(4, 1.0, prune=PRUNED), 0.5),
+        (point(5, 1.0, quantize=STATIC), 0.05),
+    ):
+        predictions.learn(replace(each, figures={"latency": each.figures["latency"], "error": error}))
+    assert predictions.hopeless({**START, "prune": "prune{method=structured,amount=0.1}"}) is not None
+    assert predictions.hopeless({**START, "quantize": STATIC}) is not None
+    assert predictions.hopeless({**START, "quantize": "quantize"}) is None
+    predictions.learn(replace(point(5, 1.0, preset="compress"), figures={"latency": 5.0, "error": 0.5}))
+    assert predictions.hopeless({**START, "preset": "inference{dtype=bfloat16}"}) is None
