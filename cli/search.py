@@ -47,9 +47,7 @@ def search(
 ) -> None:
     """Find the pipelines that are best for a target."""
     limits = dict(map(_limit, constraint or ()))
-    check_written("--report", report)
-    if output is not None:
-        as_folder(output, "--output")
+    _check_written(report, output)
     check_read(model, weights=weights, inputs=inputs)
     from ..deploy.factory import find_function
     from ..searching import search as find
@@ -68,6 +66,13 @@ def search(
         front.to_html(report)
         note(f"wrote {report}")
     show(front.to_json() if as_json else front, as_json)
+
+
+def _check_written(report: Path | None, output: Path | None) -> None:
+    """Refuse what cannot be written to, before any work."""
+    check_written("--report", report)
+    if output is not None:
+        as_folder(output, "--output")
 
 
 def _limit(text: str) -> tuple[str, str]:

@@ -159,7 +159,8 @@ class Search:
         beaten = predictions.beaten_by(choice, others)
         if beaten is not None:
             return f"not made: predicted to be beaten by {beaten.pipeline or 'the original'!r}"
-        missed = predictions.misses(choice)
+        is_met = any(point.is_known and not self.aim.lacks(point.figures) for point in others.values())
+        missed = predictions.misses(choice) if is_met else ""  # else what comes near counts
         if missed:
             return f"not made: predicted to have {missed}"
         lossy = predictions.hopeless(choice)
