@@ -97,14 +97,10 @@ def points_html(headline: str, heads: Iterable[str], rows: Iterable[Iterable[str
 
 
 def points_page(
-    title: str,
-    shown: str,
-    points: Iterable[tuple[str, Iterable[str], str]],
-    others: Iterable[tuple[str, str]],
-    versions: str,
+    title: str, shown: str, points: Iterable[tuple[str, Iterable[str], str]], others: str, versions: str
 ) -> str:
     """Return the points of a search as a page: what `points_html` gave, then each point with a summary, lines to read
-    when it is opened, and the page of its own report beside this one, or ""; then each other trial with a reason.
+    when it is opened, and the page of its own report beside this one, or ""; then the `others`, as `points_html` gave.
     """
     parts: list[str] = []
     for summary_line, lines, link in points:
@@ -112,10 +108,7 @@ def points_page(
         leads = f"<p><a href='{escape(link, quote=True)}'>its graphs and decisions</a></p>" if link else ""
         parts.append(f"<details><summary>{escape(printable(summary_line))}</summary><ul>{listed}</ul>{leads}</details>")
     body = f"<section>{shown}</section>\n<section><h2>The points</h2>{''.join(parts)}</section>"
-    rows = [list(map(printable, row)) for row in others]
-    if rows:
-        body += f"\n<section><h2>Other trials</h2>{_table(['trial', 'what became of it'], rows)}</section>"
-    return _page(title, body, versions)
+    return _page(title, f"{body}\n<section><h2>Other trials</h2>{others}</section>", versions)
 
 
 def graphs_page(title: str, picture: Mapping[str, Any], text: str = "") -> str:

@@ -152,7 +152,7 @@ class Front:
 
         Raises `UsageError` if matplotlib is not installed (`pip install "fxopt[plots]"`).
         """
-        lost = "metric" if self.aim.has_metric else "error"
+        lost = self.aim.lost
 
         def place(point: Point) -> tuple[float, float]:
             return point.figures[self.aim.objective], point.figures[lost]
@@ -189,10 +189,19 @@ class Front:
                 report.to_html(target.parent / link)
             shown.append((summary, [*self.lacks(point), *lines], link))
         versions = f"fxopt {VERSION}, PyTorch {torch.__version__}"
-        above = [point.number for point in self._shown]
-        others = [(point.label, self._why_not(point)) for point in self.trials if point.number not in above]
+        others = points_html("", *self._others(), ())
         table = points_html("", *self.table(), self.remarks())
         write_atomically(target, points_page(self.headline(), table, shown, others, versions))
+
+    def _others(self) -> tuple[list[str], list[list[str]]]:
+        """Return titles and rows of the trials that are not in the table, with what became of each."""
+        above, compared = [point.number for point in self._shown], (self.aim.objective, self.aim.lost)
+        rows = [
+            [str(point.number), point.pipeline or "as it was", *(_cell(name, point) for name in compared),
+             self._why_not(point)]
+            for point in self.trials if point.number not in above
+        ]  # fmt: skip
+        return ["trial", "pipeline", *compared, "what became of it"], rows
 
     def _why_not(self, point: Point) -> str:
         """Say why a trial is no point of the front."""
@@ -201,7 +210,8 @@ class Front:
         if point.repeats is not None:
             same = next((each for each in self.trials if each.number == point.repeats), self.original)
             return f"rewrites the same as {same.label}"
-        return "; ".join(self.lacks(point)) or "another one is as good or better in both figures"
+        beaten = (each for each in self.points if self.aim.beats(each.figures, point.figures))
+        return "; ".join(self.lacks(point)) or f"beaten by {next(beaten, self.original).label}"
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but models and weights as plain JSON values."""

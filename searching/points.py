@@ -111,6 +111,15 @@ class Aim:
         return min((bound.limit(self.original) for bound in self.bounds if bound.name == name), default=math.inf)
 
     @property
+    def lost(self) -> str:
+        """Return the figure that says what is lost."""
+        return "metric" if self.has_metric else "error"
+
+    def beats(self, one: Mapping[str, float], other: Mapping[str, float]) -> bool:
+        """Say whether figures are as good as others, or better, in objective and loss."""
+        return self.cost(one) <= self.cost(other) and self.loss(one) <= self.loss(other)
+
+    @property
     def allowed_loss(self) -> float:
         """Return how much may be lost at most, by the bounds; infinity where none says."""
         if not self.has_metric:
