@@ -26,6 +26,7 @@ from ..tracing.examples import Inputs, normalize_inputs
 from ..version import VERSION
 from .demands import QUANTITIES, parse_bounds
 from .explain import held_back
+from .others import others
 from .points import Aim, Point
 from .saved import Saved, load_state, save_state
 
@@ -181,7 +182,8 @@ class Front:
         folder = target.with_name(f"{target.stem}-points")
         shown: list[tuple[str, list[str], str]] = []
         for number, point in enumerate(self._shown):
-            summary, lines, link = f"{number}: {point.pipeline or 'as it was'}", list(point.left), ""
+            which = "" if point.number < 0 else f" (trial {point.number})"
+            summary, lines, link = f"{number}: {point.pipeline or 'as it was'}{which}", list(point.left), ""
             if point.plan is not None and self._model is not None:
                 folder.mkdir(exist_ok=True)
                 report = api.report(self.model(point), list(self._calls))
@@ -189,29 +191,9 @@ class Front:
                 report.to_html(target.parent / link)
             shown.append((summary, [*self.lacks(point), *lines], link))
         versions = f"fxopt {VERSION}, PyTorch {torch.__version__}"
-        others = points_html("", *self._others(), ())
+        left = points_html("", *others(self._saved, [point.number for point in self._shown]), ())
         table = points_html("", *self.table(), self.remarks())
-        write_atomically(target, points_page(self.headline(), table, shown, others, versions))
-
-    def _others(self) -> tuple[list[str], list[list[str]]]:
-        """Return titles and rows of the trials that are not in the table, with what became of each."""
-        above, compared = [point.number for point in self._shown], (self.aim.objective, self.aim.lost)
-        rows = [
-            [str(point.number), point.pipeline or "as it was", *(_cell(name, point) for name in compared),
-             self._why_not(point)]
-            for point in self.trials if point.number not in above
-        ]  # fmt: skip
-        return ["trial", "pipeline", *compared, "what became of it"], rows
-
-    def _why_not(self, point: Point) -> str:
-        """Say why a trial is no point of the front."""
-        if point.reason:
-            return point.reason
-        if point.repeats is not None:
-            same = next((each for each in self.trials if each.number == point.repeats), self.original)
-            return f"rewrites the same as {same.label}"
-        beaten = (each for each in self.points if self.aim.beats(each.figures, point.figures))
-        return "; ".join(self.lacks(point)) or f"beaten by {next(beaten, self.original).label}"
+        write_atomically(target, points_page(self.headline(), table, shown, left, versions))
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but models and weights as plain JSON values."""

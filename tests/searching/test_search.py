@@ -241,7 +241,7 @@ def test_pipelines_that_rewrite_the_same_are_one_point(
     same = f"rewrites the same as trial {plain.number}, 'inference{{dtype=float32}}'"
     assert f"trial {idle.number}, {idle.pipeline}: {same}" in caplog.text
     front.to_html(tmp_path / "points.html")
-    assert same in html.unescape((tmp_path / "points.html").read_text())
+    assert f"rewrites the same as trial {plain.number}<" in (tmp_path / "points.html").read_text()
 
 
 def test_training_steps_and_bytes():
