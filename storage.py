@@ -12,9 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from .errors import expect
+from .errors import UsageError, expect
 
-__all__ = ["allowed_bytes", "as_path", "atomic_file", "byte_text", "parse_bytes", "write_atomically"]
+__all__ = ["allowed_bytes", "as_folder", "as_path", "atomic_file", "byte_text", "parse_bytes", "write_atomically"]
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -28,6 +28,15 @@ def as_path(path: str | os.PathLike[str], name: str = "path") -> Path:
     """Return a path that a user gave; raise `UsageError` if it is none."""
     expect(path, (str, os.PathLike), name, "the path of a file, as text or pathlib.Path")
     return Path(path)
+
+
+def as_folder(path: str | os.PathLike[str], name: str = "folder") -> Path:
+    """Return the path of a folder that may not be there yet; raise `UsageError` for a file, or what is no path."""
+    folder = as_path(path, name)
+    taken = next((each for each in (folder, *folder.parents) if each.exists()), None)
+    if taken is not None and not taken.is_dir():
+        raise UsageError(f"{name}={str(folder)!r}: {taken} is a file; name a folder")
+    return folder
 
 
 def byte_text(count: float) -> str:

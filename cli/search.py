@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import UsageError
+from ..storage import as_folder
 from .app import Inputs, Json, Model, Seed, Timing, Trust, Weights, app, note, open_with_inputs, show, took
 from .prechecks import check_read, check_written
 
@@ -26,7 +27,7 @@ def search(
         list[str] | None, typer.Option(metavar="NAME=LIMIT", help="As metric=-1% or memory='500 MB'; again for more.")
     ] = None,
     time_budget: Annotated[str, typer.Option(metavar="TIME", help="Seconds, or a time such as '10 min'.")] = "10 min",
-    trials: Annotated[int | None, typer.Option(min=1, help="Try so many points at most.")] = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="Make so many trials at most.")] = None,
     finetune: Annotated[
         str | None, typer.Option(metavar="FUNCTION", help="package.module:function that trains a pruned model.")
     ] = None,
@@ -36,7 +37,7 @@ def search(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="Save the front here.")
     ] = None,
-    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the points here, as HTML.")] = None,
+    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page of it here.")] = None,
     weights: Weights = None,
     inputs: Inputs = None,
     seed: Seed = 0,
@@ -46,7 +47,7 @@ def search(
 ) -> None:
     """Find the pipelines that are best for a target."""
     limits = dict(map(_limit, constraint or ()))
-    check_written("--report", report)
+    _check_written(report, output)
     check_read(model, weights=weights, inputs=inputs)
     from ..deploy.factory import find_function
     from ..searching import search as find
@@ -65,6 +66,13 @@ def search(
         front.to_html(report)
         note(f"wrote {report}")
     show(front.to_json() if as_json else front, as_json)
+
+
+def _check_written(report: Path | None, output: Path | None) -> None:
+    """Refuse what cannot be written to, before any work."""
+    check_written("--report", report)
+    if output is not None:
+        as_folder(output, "--output")
 
 
 def _limit(text: str) -> tuple[str, str]:

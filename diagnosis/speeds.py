@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import sys
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
+from ..collection import give_memory_back
 from ..errors import UsageError
 from ..passes.timing import Interval, Runner, held_memory, time_candidates
 from ..reporting.table import plain_text
@@ -158,13 +158,14 @@ def _peak_on_gpus(run: Runner) -> int:
 def _peak_of_process(run: Callable[[], None]) -> int | None:
     """Return how far the memory of the process grows in a call, once the allocator has given back what is free."""
     run()
+    if not give_memory_back():
+        return None
     try:
-        ctypes.CDLL(None).malloc_trim(0)
         _FORGET_PEAK.write_text("5", encoding="ascii")
         before = _status("VmRSS")
         run()
         return max(0, _status("VmHWM") - before)
-    except (OSError, AttributeError, KeyError):  # no such files in some containers, no such function in some libraries
+    except (OSError, KeyError):  # no such files in some containers
         return None
 
 

@@ -96,9 +96,11 @@ def points_html(headline: str, heads: Iterable[str], rows: Iterable[Iterable[str
     return f"<div style='overflow-x:auto;font-size:90%'>{head}{_table(heads, rows)}{lines}</div>"
 
 
-def points_page(title: str, shown: str, points: Iterable[tuple[str, Iterable[str], str]], versions: str) -> str:
+def points_page(
+    title: str, shown: str, points: Iterable[tuple[str, Iterable[str], str]], others: str, versions: str
+) -> str:
     """Return the points of a search as a page: what `points_html` gave, then each point with a summary, lines to read
-    when it is opened, and the page of its own report beside this one, or "".
+    when it is opened, and the page of its own report beside this one, or ""; then the `others`, as `points_html` gave.
     """
     parts: list[str] = []
     for summary_line, lines, link in points:
@@ -106,7 +108,7 @@ def points_page(title: str, shown: str, points: Iterable[tuple[str, Iterable[str
         leads = f"<p><a href='{escape(link, quote=True)}'>its graphs and decisions</a></p>" if link else ""
         parts.append(f"<details><summary>{escape(printable(summary_line))}</summary><ul>{listed}</ul>{leads}</details>")
     body = f"<section>{shown}</section>\n<section><h2>The points</h2>{''.join(parts)}</section>"
-    return _page(title, body, versions)
+    return _page(title, f"{body}\n<section><h2>Other trials</h2>{others}</section>", versions)
 
 
 def graphs_page(title: str, picture: Mapping[str, Any], text: str = "") -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
-import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import api
+from ..collection import give_memory_back
 from ..errors import FxoptError, InputError, NothingDoneWarning, StateWarning, UnverifiedWarning, one_line
 from ..passes.contract import Pass
 from ..passes.driver import copied
@@ -23,12 +22,13 @@ from ..passes.pipeline import chosen_passes
 from ..passes.sites import Numerics
 from ..passes.timing import Interval, Runner, call_bytes, held_memory, memory_use, time_candidates
 from ..reporting.wording import left_alone
-from ..runtime.record import Plan, needed_record, record_of
+from ..runtime.record import needed_record, record_of
 from ..runtime.values import flatten
 from ..tracing.examples import Inputs
 from ..tracing.isolation import in_phase, preserved
 from ..tracing.recording import copy_inputs
 from ..transforms.comparing import number_of
+from .form import form_of
 from .points import Point
 from .space import Choice
 
@@ -40,7 +40,6 @@ _LEAST, _CALLS = 1.0, 40
 """`optimize` takes a second at the least, and as long as so many calls: for its checks and timing."""
 _MOST_LEFT = 12
 """A point says of so many rewrites why they were not made."""
-_Rewrites = frozenset[tuple[str, ...]]
 _LARGE = 4 * 2**20
 """Bytes of a model from which on its memory is worth a collection, which takes a tenth of a second."""
 
@@ -83,10 +82,8 @@ class Bench:
         self.original = Point(-1, "", {**self._costs(self.base, self._seconds), "error": 0.0, **worth})
         earlier = record_of(self.base)
         self._earlier = 0 if earlier is None else len(earlier.plan.pipeline)
-        self._measured: dict[_Rewrites, dict[str, Any]] = {
-            frozenset(): {"figures": self.original.figures, "repeats": self.original.number}
-        }
-        """What was rewritten -> what was measured of it: another pipeline that rewrites the same is the same point."""
+        self._measured: dict[str, dict[str, Any]] = {}
+        """Form of a model -> what was measured of it: another pipeline that rewrites the same is not timed again."""
         self.states: dict[int, Mapping[str, Tensor]] = {}
         """Number of a point -> its weights, where they were trained."""
 
@@ -103,9 +100,9 @@ class Bench:
     def recall(self, points: Iterable[Point]) -> None:
         """Take in points that were measured before: what rewrites the same is not measured again."""
         for point in points:
-            if point.is_known and not point.finetuned and point.repeats is None:
+            if point.is_known and point.form and point.repeats is None:
                 made = {"figures": point.figures, "interval": point.interval, "repeats": point.number}
-                self._measured.setdefault(_rewrites(point.plan), made)
+                self._measured.setdefault(point.form, made)
 
     def point(
         self, number: int, pipeline: str, choice: Choice, unwanted: Callable[[Mapping[str, float]], str] = lambda _: ""
@@ -119,6 +116,7 @@ class Bench:
             made = {"reason": f"{type(error).__name__}: {one_line(error)}"}
         if self.original.figures["size"] > _LARGE:
             gc.collect()  # optimized models are in circles of references, and the next one needs their memory
+            give_memory_back()
         return Point(number, pipeline, **made, seconds=time.perf_counter() - start, choice=dict(choice))
 
     def _made(
@@ -129,21 +127,28 @@ class Bench:
         plan = None if record is None else record.plan.last(len(record.plan.pipeline) - self._earlier)
         left = [] if record is None else [f"{each.status} {each.what}: {each.reason}" for each in left_alone(record)]
         made: dict[str, Any] = {"plan": plan, "left": tuple(left[:_MOST_LEFT]), "finetuned": finetuned}
-        rewrites = _rewrites(plan)
-        if not finetuned and rewrites in self._measured:
-            return {**made, **self._measured[rewrites]}
+        if plan is None or all(each.status != "applied" for each in plan.decisions):
+            return {**made, "figures": self.original.figures, "repeats": self.original.number}
         with in_phase(fast, self.training):
-            speed = self._speed(fast)
-            seconds = self._seconds / speed.mid
-            figures = {**self._costs(fast, seconds), "error": self._error(fast)}
+            results = self._results(fast)
+            made["form"] = "" if finetuned else form_of(fast, results)
+            known = self._measured.get(made["form"])
+            if known is not None:
+                return {**made, **known}
+            figures, interval = self._figures(fast, results)
         reason = "" if self._evaluate is None else unwanted(figures)
         if self._evaluate is not None and not reason:
             figures["metric"] = self._worth(fast)
-        calls = len(self.calls)
-        interval = self._seconds / speed.high / calls, self._seconds / speed.low / calls
-        if not finetuned and not reason:
-            self._measured[rewrites] = {"figures": figures, "interval": interval, "repeats": number}
+        if made["form"] and not reason:
+            self._measured[made["form"]] = {"figures": figures, "interval": interval, "repeats": number}
         return {**made, "figures": figures, "interval": interval, "reason": reason}
+
+    def _figures(self, fast: nn.Module, results: Sequence[Any]) -> tuple[dict[str, float], tuple[float, float]]:
+        """Return what a model costs and errs, and where the seconds of a call lie."""
+        error = self._error(results)
+        speed = self._speed(fast)
+        interval = self._seconds / speed.high / len(self.calls), self._seconds / speed.low / len(self.calls)
+        return {**self._costs(fast, self._seconds / speed.mid), "error": error}, interval
 
     def _optimized(self, number: int, passes: Sequence[Pass]) -> tuple[nn.Module, bool]:
         """Return the model after some passes; it is trained behind those that change what it computes."""
@@ -199,9 +204,9 @@ class Bench:
         with torch.no_grad(), in_phase(model, training=False), preserved(model):
             return [copy_inputs(call).run(model) for call in self.calls]
 
-    def _error(self, model: nn.Module) -> float:
+    def _error(self, results: Sequence[Any]) -> float:
         """Return how far results are off in evaluation, relative to the scale of each."""
-        error = max(map(error_of, self._expected, self._results(model)), default=0.0)
+        error = max(map(error_of, self._expected, results), default=0.0)
         if not math.isfinite(error):
             raise InputError("its results are not finite")
         return error
@@ -211,23 +216,6 @@ class Bench:
         assert self._evaluate is not None  # noqa: S101 - whoever calls this has looked
         with in_phase(model, training=False):
             return number_of(self._evaluate, model, "evaluate")
-
-
-def _rewrites(plan: Plan | None) -> _Rewrites:
-    """Return what tells optimized models apart: the rewrites that stand, with the options of their passes."""
-    if plan is None:
-        return frozenset()
-    texts = plan.pipeline
-    applied = [each for each in plan.decisions if each.status == "applied"]
-    return frozenset(
-        (_without_keep(texts[each.step]), each.key, each.choice or "", json.dumps(each.to_json()["site"]))
-        for each in applied
-    )
-
-
-def _without_keep(text: str) -> str:
-    """Return a pass as text without what it leaves alone, which is no rewrite."""
-    return re.sub(r",?keep=\[[^\]]*\]", "", text)
 
 
 def _rows(call: Inputs) -> int:

@@ -146,6 +146,8 @@ def _bound(name: str, given: object, *, minimize: bool) -> Bound:
     if unit == "%" and name != "error":
         if parts["number"][0] not in "+-":
             raise _wrong(name, given, "say from where: '-10%' is a tenth less than the original has")
+        if number <= -100 and not quantity.higher:
+            raise _wrong(name, given, "no model can have that; give something like '-10%'")
         return Bound(name, number / 100.0, True, str(given), higher)
     value = quantity.read(number, unit)
     if value is None or not math.isfinite(value):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,37 +14,36 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from .. import api
-from ..deploy.container import read_weights, stored_once, weights_bytes
-from ..errors import ArchiveError, InputError, PlanError, UsageError, expect, one_line
+from ..errors import UsageError, expect
 from ..passes.driver import copied, remember
 from ..reporting.html import points_html, points_page
 from ..reporting.plots import front_figure
 from ..reporting.table import plain_text
 from ..reporting.wording import counted, printable
 from ..runtime.record import needed_record, record_of
-from ..storage import as_path, write_atomically
+from ..storage import as_folder, as_path, write_atomically
 from ..tracing.examples import Inputs, normalize_inputs
 from ..version import VERSION
-from .demands import QUANTITIES, Bound, parse_bounds, parse_objective
+from .demands import QUANTITIES, parse_bounds
 from .explain import held_back
+from .others import others
 from .points import Aim, Point
+from .saved import Saved, load_state, save_state
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["Front"]
 
-SCHEMA_VERSION = 1
-_FILE = "front.json"
 _NEAREST = 3
 _SHOWN = ("latency", "throughput", "training_step", "memory", "size", "error", "metric")
 
 
 class Front:
-    """The Pareto front of a search: the points that no other beats, best objective first; `print` shows a table.
+    """The Pareto front of a search: the points that no other trial beats, best objective first; `print` shows a table.
 
     It has a length, and `front[0]` is the first point. Attributes:
-        trials: every point that was tried, in order, with the reason where it was not measured to the end.
+        trials: every pipeline that was tried, in order, with the reason where it was not measured to the end.
         notes: what else its user should know, a line each.
     """
 
@@ -66,12 +63,12 @@ class Front:
 
     @property
     def points(self) -> list[Point]:
-        """Return the points that meet all constraints and that no other one beats."""
+        """Return the trials that meet all constraints and that no other one beats."""
         return self.aim.unbeaten(self._all)
 
     @property
     def nearest(self) -> list[Point]:
-        """Return the points that were measured, those first that lack least of the constraints."""
+        """Return what was measured, that first which lacks least of the constraints."""
         return self.aim.nearest(self._all)
 
     @property
@@ -100,11 +97,11 @@ class Front:
             bounds: further constraints, as `search` takes them: `front.best("latency", metric=">= 0.98")`.
 
         Raises:
-            UsageError: no point meets the bounds; the message says what the nearest lacks.
+            UsageError: no trial meets the bounds; the message says what the nearest lacks.
         """
         name = self.aim.objective if name is None else name
         if name not in self.original.figures:
-            raise UsageError(f"best({name!r}): points have {', '.join(self.original.figures)}")
+            raise UsageError(f"best({name!r}): there are {', '.join(self.original.figures)}")
         training = "training_step" in self.original.figures
         further = parse_bounds(bounds, training=training, minimize=self.aim.minimize, has_metric=self.aim.has_metric)
         aim = Aim(self.aim.objective, (*self.aim.bounds, *further), self.original.figures, self.aim.has_metric,
@@ -113,7 +110,7 @@ class Front:
         fit = [point for point in known if not aim.lacks(point.figures)]
         if not fit:
             said = "; ".join(bound.said(known[0].figures, aim.original) for bound in aim.lacks(known[0].figures))
-            raise UsageError(f"no point meets the bounds; the nearest, {_named(known[0])}: {said}")
+            raise UsageError(f"no trial meets the bounds; the nearest, {_named(known[0])}: {said}")
         higher = QUANTITIES[name].higher and not (name == "metric" and self.aim.minimize)
         return min(fit, key=lambda each: -each.figures[name] if higher else each.figures[name])
 
@@ -156,7 +153,7 @@ class Front:
 
         Raises `UsageError` if matplotlib is not installed (`pip install "fxopt[plots]"`).
         """
-        lost = "metric" if self.aim.has_metric else "error"
+        lost = self.aim.lost
 
         def place(point: Point) -> tuple[float, float]:
             return point.figures[self.aim.objective], point.figures[lost]
@@ -185,41 +182,34 @@ class Front:
         folder = target.with_name(f"{target.stem}-points")
         shown: list[tuple[str, list[str], str]] = []
         for number, point in enumerate(self._shown):
-            summary, lines, link = f"{number}: {point.pipeline or 'as it was'}", list(point.left), ""
+            which = "" if point.number < 0 else f" (trial {point.number})"
+            summary, lines, link = f"{number}: {point.pipeline or 'as it was'}{which}", list(point.left), ""
             if point.plan is not None and self._model is not None:
                 folder.mkdir(exist_ok=True)
                 report = api.report(self.model(point), list(self._calls))
                 lines, link = [*held_back(report), *lines], f"{folder.name}/{number}.html"
                 report.to_html(target.parent / link)
             shown.append((summary, [*self.lacks(point), *lines], link))
-        shown += [(point.pipeline or "as it was", [point.reason], "") for point in self.trials if point.reason]
         versions = f"fxopt {VERSION}, PyTorch {torch.__version__}"
-        write_atomically(
-            target, points_page(self.headline(), points_html("", *self.table(), self.remarks()), shown, versions)
-        )
+        left = points_html("", *others(self._saved, [point.number for point in self._shown]), ())
+        table = points_html("", *self.table(), self.remarks())
+        write_atomically(target, points_page(self.headline(), table, shown, left, versions))
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but models and weights as plain JSON values."""
-        aim = self.aim
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "objective": aim.objective,
-            "minimize": aim.minimize,
-            "has_metric": aim.has_metric,
-            "bounds": [[b.name, b.number, b.is_share, b.text, b.higher] for b in aim.bounds],
-            "front": [point.number for point in self.points],
-            "original": self.original.to_json(),
-            "trials": [point.to_json() for point in self.trials],
-            "notes": self.notes,
-        }
+        return self._saved.to_json()
+
+    @property
+    def _saved(self) -> Saved:
+        return Saved(self.aim, self.original, self.trials, self.notes)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write everything but the model into a folder: `front.json`, and weights that were trained; no pickle."""
-        target = as_path(folder, "folder")
+        target = as_folder(folder)
         target.mkdir(parents=True, exist_ok=True)
         for number, state in self._states.items():
             save_state(target, number, state)
-        write_atomically(target / _FILE, json.dumps(self.to_json()))
+        self._saved.write(target)
 
     @classmethod
     def load(
@@ -236,23 +226,14 @@ class Front:
             InputError: the folder holds no front, or a damaged one.
         """
         where = as_path(folder, "folder")
-        try:
-            given = json.loads((where / _FILE).read_text(encoding="utf-8"))
-            if given["schema_version"] > SCHEMA_VERSION:
-                raise InputError(f"{where} is of a newer version; upgrade fxopt")
-            original = Point.from_json(given["original"], "the original")
-            trials = [Point.from_json(each, f"trial {number}") for number, each in enumerate(given["trials"])]
-            bounds = [Bound(*each) for each in given["bounds"]]
-            objective = parse_objective(given["objective"])
-            aim = Aim(objective, bounds, original.figures, bool(given["has_metric"]), bool(given["minimize"]))
-            notes = [str(each) for each in given["notes"]]
-        except (OSError, ValueError, KeyError, TypeError, PlanError, UsageError) as error:
-            raise InputError(f"{where} holds no front: {type(error).__name__}: {one_line(error)}") from error
+        saved = Saved.read(where)
         if model is not None:
             expect(model, nn.Module, "model", "the torch.nn.Module that was searched, or leave it out")
-        states = {point.number: load_state(where, point.number) for point in trials if point.finetuned}
+        states = {point.number: load_state(where, point.number) for point in saved.trials if point.finetuned}
         calls = normalize_inputs(example_inputs, model)
-        return cls(aim, original, trials, notes=notes, states=states, model=model, calls=calls)
+        return cls(
+            saved.aim, saved.original, saved.trials, notes=saved.notes, states=states, model=model, calls=calls
+        )  # fmt: skip
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return titles and rows: the original, the points of the front or, where there are none, the nearest."""
@@ -270,11 +251,14 @@ class Front:
 
     def headline(self) -> str:
         """Say in a line what was found."""
-        known = sum(point.is_known for point in self.trials)
-        tried = f"{counted(known, 'point')} measured of {counted(len(self.trials), 'trial')}"
+        same = sum(point.repeats is not None for point in self.trials)
+        measured = sum(point.is_known for point in self.trials) - same
+        counts = {"measured": measured, "the same as another": same, "not measured": len(self.trials) - measured - same}
+        parts = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        tried = f"{counted(len(self.trials), 'trial')}" + (f" ({parts})" if parts else "")
         if self.points:
-            return f"{counted(len(self.points), 'point')} that no other beats; {tried}"
-        return f"no point meets the constraints; {tried}; the nearest:"
+            return f"{counted(len(self.points), 'point')} that no other trial beats; {tried}"
+        return f"no trial meets the constraints; {tried}; the nearest:"
 
     def remarks(self) -> list[str]:
         """Return what the nearest points lack, where there is no front, and the notes."""
@@ -314,23 +298,3 @@ def _cell(name: str, point: Point) -> str:
     if name in ("latency", "training_step") and point.interval is not None:
         return f"{written(point.figures[name])} ({written(point.interval[0])} to {written(point.interval[1])})"
     return written(point.figures[name])
-
-
-def _state_file(folder: Path, number: int) -> Path:
-    return folder / f"point-{number}.safetensors"
-
-
-def save_state(folder: Path, number: int, state: Mapping[str, Tensor]) -> None:
-    """Write the trained weights of a point."""
-    stored, aliases = stored_once(state)
-    stored |= {name: stored[first].clone() for name, first in aliases.items()}
-    write_atomically(_state_file(folder, number), weights_bytes(stored))
-
-
-def load_state(folder: Path, number: int) -> Mapping[str, Tensor]:
-    """Read what `save_state` wrote."""
-    where = _state_file(folder, number)
-    try:
-        return read_weights(where, where.read_bytes())
-    except OSError as error:
-        raise ArchiveError(f"{where}: the trained weights of a point cannot be read: {one_line(error)}") from error

@@ -28,6 +28,7 @@ class Point:
         left: what was not rewritten, and why, a line each.
         finetuned: whether its weights were trained; they are kept beside its plan.
         repeats: the number of the point that rewrites the same, whose figures these are; None where it was measured.
+        form: what it became, in a few letters; those of points that rewrite the same are equal. "" where not known.
         reason: why it failed, was not tried, or was not evaluated; "" if all is known.
         seconds: how long the trial took.
         choice: what the search chose.
@@ -41,6 +42,7 @@ class Point:
     left: tuple[str, ...] = field(default=(), repr=False)
     finetuned: bool = False
     repeats: int | None = None
+    form: str = field(default="", repr=False)
     reason: str = ""
     seconds: float = 0.0
     choice: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
@@ -49,6 +51,11 @@ class Point:
     def is_known(self) -> bool:
         """Say whether it was measured to the end."""
         return bool(self.figures) and not self.reason
+
+    @property
+    def label(self) -> str:
+        """Return what it is called in messages."""
+        return "the original" if self.number < 0 else f"trial {self.number}, {self.pipeline or 'as it was'!r}"
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
@@ -60,8 +67,8 @@ class Point:
         """Return the point that `to_json` described; PlanError says where it is malformed."""
         try:
             given = {each.name: data[each.name] for each in fields(cls)}
-            if not isinstance(given["pipeline"], str) or not isinstance(given["reason"], str):
-                raise TypeError("its pipeline and its reason are texts")
+            if not all(isinstance(given[name], str) for name in ("pipeline", "form", "reason")):
+                raise TypeError("its pipeline, its form and its reason are texts")
             given["interval"] = None if given["interval"] is None else tuple(map(float, given["interval"]))
             given["figures"] = {str(name): float(number) for name, number in given["figures"].items()}
             given["left"], given["number"] = tuple(map(str, given["left"])), int(given["number"])
@@ -99,12 +106,26 @@ class Aim:
         worse = figures.get("metric", math.inf if self.minimize else -math.inf) - self.original["metric"]
         return worse if self.minimize else -worse
 
+    def limit(self, name: str) -> float:
+        """Return what a figure, of which less is better, may be at most, by the bounds; infinity where none says."""
+        return min((bound.limit(self.original) for bound in self.bounds if bound.name == name), default=math.inf)
+
+    @property
+    def lost(self) -> str:
+        """Return the figure that says what is lost."""
+        return "metric" if self.has_metric else "error"
+
+    def beats(self, one: Mapping[str, float], other: Mapping[str, float]) -> bool:
+        """Say whether figures are as good as others, or better, in objective and loss."""
+        return self.cost(one) <= self.cost(other) and self.loss(one) <= self.loss(other)
+
     @property
     def allowed_loss(self) -> float:
         """Return how much may be lost at most, by the bounds; infinity where none says."""
-        limits = {bound.name: bound.limit(self.original) for bound in self.bounds}
-        name = "metric" if self.has_metric else "error"
-        return max(0.0, self.loss({name: limits[name]})) if name in limits else math.inf
+        if not self.has_metric:
+            return self.limit("error")
+        metrics = [bound.limit(self.original) for bound in self.bounds if bound.name == "metric"]
+        return min((max(0.0, self.loss({"metric": each})) for each in metrics), default=math.inf)
 
     def lacks(self, figures: Mapping[str, float]) -> list[Bound]:
         """Return the bounds that are not met."""

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, UsageError, one_line
+from .groups import Group, Option
 from .points import Aim, Point
-from .space import Choice, Group, Option, Space, can_be, key_of, pipeline_of
+from .space import Choice, Space, can_be, key_of, pipeline_of
 
 if TYPE_CHECKING:
     from optuna import Study

@@ -79,7 +79,9 @@ def reference(
     keyed = by_node if keyed is None else by_node and keyed
     conditions = Conditions(training, gradients, seed, widest, keyed=keyed, whole=whole, inner=inner, in_time=in_time)
     runs = Runs(ModuleHarness(module), conditions)
-    return _Maker(runs, brief, sizes).make([(call.args, call.kwargs) for call in calls])
+    made = _Maker(runs, brief, sizes).make([(call.args, call.kwargs) for call in calls])
+    runs.let_go()
+    return made
 
 
 @dataclass(frozen=True)

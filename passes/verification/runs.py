@@ -64,6 +64,11 @@ class Runs:
         self.census = None if "wide" in changed else self.census
         self.conditions = replace(self.conditions, **changed)
 
+    def let_go(self) -> None:
+        """Forget the stand-ins of exact runs: a later one makes them again."""
+        for key in [key for key in self.kept if key[1] in (torch.float64, torch.complex128)]:
+            del self.kept[key]
+
     def exact(
         self, arguments: Arguments, state: Mapping[str, Tensor], like: Arguments | None = None, *, second: bool = False,
         frozen: bool = False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,12 +30,19 @@ class Objection(VerificationError):
     """Why a rewrite is not accepted."""
 
 
+class _Mark(NamedTuple):
+    """Where a new tensor is made of old ones that receive a gradient."""
+
+    is_anywhere: bool
+    is_everywhere: bool  # where any old tensor could
+
+
 class Translation:
     """Translate state and runs from the old names to the new ones."""
 
     def __init__(self, reference: Reference, after: ModuleHarness, map_state: MapState) -> None:
         self.reference, self.after, self.map_state = reference, after, map_state
-        self._marks: dict[frozenset[str], Mapping[str, Tensor]] = {}
+        self._marks: dict[frozenset[str], Mapping[str, _Mark]] = {}
         self.mapped = self.state(reference.state)  # under the new names
         self._reached = reached = {id(after.state[name]) for name in self.mapped if name in after.state}
         # Where the map does not account for every float tensor, noise on the old state cannot be carried over.
@@ -132,23 +140,27 @@ class Translation:
         wide = next((gradient.dtype for gradient in found.values() if gradient is not None), None)
         values = {name: _or_zeros(found.get(name), tensor, wide) for name, tensor in self.reference.state.items()}
         marks = self._marks_of(frozenset(name for name, gradient in found.items() if gradient is not None))
-        everywhere = self._marks_of(frozenset(self.reference.state))
         mapped = self.state(values)
         return {  # of a tensor without elements, which is gone as a whole, there is nothing to compare
-            name: _if_present(name, gradient, marks[name], everywhere[name], filled=name in self._filled)
+            name: _if_present(name, gradient, marks[name], filled=name in self._filled)
             for name, gradient in mapped.items()
             if name not in self._fixed
             and gradient.numel()
-            and (name in self.after.parameters or bool(marks[name].any()))
+            and (name in self.after.parameters or marks[name].is_anywhere)
         }
 
-    def _marks_of(self, present: frozenset[str]) -> Mapping[str, Tensor]:
+    def _marks_of(self, present: frozenset[str]) -> Mapping[str, _Mark]:
         """Map ones for old tensors with a gradient and zeros for the others: mixed marks tell mixed members."""
         if present not in self._marks:
-            one = {name: torch.tensor(float(name in present)) for name in self.reference.state}
-            marks = {name: mark.expand(self.reference.state[name].shape) for name, mark in one.items()}
-            self._marks[present] = self.state(marks)
+            found, whole = self._mapped_ones(present), self._mapped_ones(frozenset(self.reference.state))
+            self._marks[present] = {
+                name: _Mark(bool(marks.any()), torch.equal(marks, whole[name])) for name, marks in found.items()
+            }
         return self._marks[present]
+
+    def _mapped_ones(self, present: frozenset[str]) -> Mapping[str, Tensor]:
+        ones = {name: torch.tensor(float(name in present)) for name in self.reference.state}
+        return self.state({name: one.expand(self.reference.state[name].shape) for name, one in ones.items()})
 
 
 @contextmanager
@@ -162,11 +174,10 @@ def _quietly(problem: str) -> Generator[None]:
         raise Objection(f"{problem}: {type(error).__name__}: {error}") from error
 
 
-def _if_present(name: str, gradient: Tensor, marks: Tensor, everywhere: Tensor, *, filled: bool) -> Tensor | None:
-    has_any = bool(marks.any())
-    if (filled and has_any) or torch.equal(marks, everywhere):  # a mask leaves zeros where none can have a gradient
+def _if_present(name: str, gradient: Tensor, mark: _Mark, *, filled: bool) -> Tensor | None:
+    if (filled and mark.is_anywhere) or mark.is_everywhere:  # a mask leaves zeros where none can have a gradient
         return gradient
-    if not has_any:
+    if not mark.is_anywhere:
         return None
     raise Objection(f"{name} joins tensors that receive a gradient with tensors that do not")
 

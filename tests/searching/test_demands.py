@@ -72,6 +72,7 @@ def test_without_a_metric_it_is_the_error():
         ({"memory": "-500 MB"}, "no model can have that"),
         ({"error": -0.1}, "no model can have that"),
         ({"latency": "0 ms"}, "no model can have that"),
+        ({"latency": "-100%"}, "no model can have that; give something like '-10%'"),
     ],
 )
 def test_a_wrong_constraint_says_what_to_give(given: Any, message: str):

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from fxopt.passes.sites import Goal, Phase
+from fxopt.searching.course import Search
 from fxopt.searching.demands import parse_bounds
 from fxopt.searching.front import Front
 from fxopt.searching.points import Aim, Point
-from fxopt.searching.search import Search
 from fxopt.searching.space import Space
 from fxopt.searching.trials import Trials
 from fxopt.transforms.prune import Prune
@@ -104,6 +104,14 @@ def test_what_loses_little_of_what_is_allowed_is_too(limit: str, is_tried: bool)
 
     made, _ = searched(told, trials=8, metric=limit)
     assert (f"{of_prune('0.6')},inference{{dtype=float32}}" in made[:8]) is is_tried
+
+
+def test_what_loses_a_little_too_much_is_tried_with_smaller_numbers():
+    def told(choice: Mapping[str, str]) -> tuple[float, float]:
+        return (6.0, 0.85) if choice["prune"] else (8.0, 1.0)
+
+    made, _ = searched(told, trials=8, metric="-10%")
+    assert f"{of_prune('0.2')},inference{{dtype=float32}}" in made[:8]
 
 
 def test_what_is_predicted_to_be_beaten_is_not_made():

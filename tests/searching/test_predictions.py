@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fxopt.passes.sites import Goal, Phase
+from fxopt.runtime.record import Decision, Plan
 from fxopt.searching.demands import parse_bounds
 from fxopt.searching.points import Aim, Point
 from fxopt.searching.predictions import Predictions
@@ -64,12 +65,27 @@ def test_what_meets_no_constraint_beats_nothing():
     assert predictions.beaten_by(both, {0: light}) is light
 
 
+def test_what_is_predicted_to_hold_far_too_many_bytes_is_left_out():
+    bounds = parse_bounds({"size": "5 MB"}, training=False, minimize=False, has_metric=True)
+    predictions = Predictions(SPACE, Aim("latency", bounds, {"latency": 10.0, "metric": 1.0, "size": 8e6}, True, False))
+    points = [point(8, 1.0), point(7, 0.98, quantize=STATIC), point(9, 0.97, prune=PRUNED)]
+    for each, size in zip(points, (8e6, 12e6, 6e6), strict=True):
+        predictions.learn(replace(each, figures={**each.figures, "size": size}))
+    both = {**START, "quantize": STATIC, "prune": PRUNED}
+    assert predictions.misses(both) == "size 8.58 MiB, wanted <= 4.77 MiB"
+    assert predictions.misses({**START, "prune": PRUNED}) == ""  # it may be a quarter smaller
+    assert predictions.misses({**START, "quantize": "quantize"}) == ""
+
+
 def test_a_pass_that_rewrites_nothing_alone_is_predicted_to_rewrite_nothing():
     idle = "quantize{scheme=int8_weight}"
     predictions = learned(point(8, 1.0), replace(point(8, 1.0, quantize=idle), number=5, repeats=0))
     assert predictions.same_as({**START, "quantize": idle, "prune": PRUNED}) == {**START, "prune": PRUNED}
     assert predictions.same_as({**START, "quantize": STATIC}) is None
     assert predictions.same_as({**START, "prune": PRUNED}) is None
+    undone = Decision(0, "quantize", "layer", "undone", reason="the engine is faster")
+    raced = replace(point(8, 1.0, quantize=idle), number=5, repeats=0, plan=Plan((idle,), "eval", (undone,)))
+    assert learned(point(8, 1.0), raced).same_as({**START, "quantize": idle, "prune": PRUNED}) is None
     other = learned(point(8, 1.0), replace(point(4, 1.0, quantize=idle), number=5))
     assert other.same_as({**START, "quantize": idle, "prune": PRUNED}) is None
 
@@ -90,3 +106,19 @@ def test_a_pass_that_loses_far_too_much_is_left_out_with_larger_numbers():
     assert predictions.hopeless({**START, "prune": "prune{method=structured,amount=0.3}"}) is None
     assert predictions.hopeless({**START, "quantize": STATIC}) is None
     assert learned(point(4, 0.8, prune=PRUNED)).hopeless({**START, "prune": PRUNED}) is None
+
+
+def test_a_pass_that_errs_beyond_mending_is_left_out_with_any_numbers():
+    bounds = parse_bounds({"error": 0.01}, training=False, minimize=False, has_metric=False)
+    predictions = Predictions(SPACE, Aim("latency", bounds, {"latency": 10.0, "error": 0.0}, False, False))
+    for each, error in (
+        (point(8, 1.0), 0.0),
+        (point(4, 1.0, prune=PRUNED), 0.5),
+        (point(5, 1.0, quantize=STATIC), 0.05),
+    ):
+        predictions.learn(replace(each, figures={"latency": each.figures["latency"], "error": error}))
+    assert predictions.hopeless({**START, "prune": "prune{method=structured,amount=0.1}"}) is not None
+    assert predictions.hopeless({**START, "quantize": STATIC}) is not None
+    assert predictions.hopeless({**START, "quantize": "quantize"}) is None
+    predictions.learn(replace(point(5, 1.0, preset="compress"), figures={"latency": 5.0, "error": 0.5}))
+    assert predictions.hopeless({**START, "preset": "inference{dtype=bfloat16}"}) is None

@@ -29,7 +29,8 @@ X = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time each point for a moment: these tests are of no figure."""
+    """Time each point for a moment: these tests are of no figure. All CPUs try the same."""
+    monkeypatch.setattr("fxopt.searching.space.why_no_packing", lambda _: "")
     monkeypatch.setattr("fxopt.searching.bench._SECONDS", 0.01)
     monkeypatch.setattr("fxopt.searching.bench._ROUNDS", 3)
 
@@ -55,7 +56,8 @@ def test_points_are_built_from_their_plans_and_equal_what_was_measured(tmp_path:
     front = search(model, evaluate=accuracy, trials=9, constraints={"metric": "-20%"})
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     tried = [point.pipeline for point in front.trials]
-    assert tried[:3] == ["inference{dtype=float32}", "inference{dtype=bfloat16}", "inference{dtype=int8}"]
+    assert tried[:2] == ["inference{dtype=float32}", "inference{dtype=bfloat16}"]
+    assert tried[3] == "quantize,inference{dtype=float32}"
     measured = [point for point in front.trials if point.is_known]
     assert len(measured) >= 6
     places = [(front.aim.cost(each.figures), front.aim.loss(each.figures)) for each in front]
@@ -73,14 +75,16 @@ def test_points_are_built_from_their_plans_and_equal_what_was_measured(tmp_path:
     assert accuracy(front.model(lossy)) == lossy.figures["metric"]
     best = front.best("latency", metric=">= 0.9")
     assert best.figures["metric"] >= 0.9
-    with pytest.raises(UsageError, match="no point meets the bounds; the nearest"):
+    with pytest.raises(UsageError, match="no trial meets the bounds; the nearest"):
         front.best(latency="1 us")
     with pytest.raises(UsageError, match="and none at 99"):
         front.model(99)
     front.save(tmp_path / "front")
+    with pytest.raises(UsageError, match=r"front.json is a file; name a folder"):
+        front.save(tmp_path / "front" / "front.json")
     again = fxopt.Front.load(tmp_path / "front", model=model, example_inputs=X)
     assert str(again) == str(front)
-    assert "that no other beats" in str(front)
+    assert "that no other trial beats" in str(front)
     assert len(repr(lossy)) < 1000 and lossy.pipeline in repr(lossy)
     assert "<table" in front._repr_html_()
     with torch.no_grad():
@@ -204,20 +208,40 @@ def test_a_damaged_front_is_refused(tmp_path: Path, old: str, new: str):
 def test_constraints_that_nothing_meets_show_the_nearest_points():
     front = search(constraints={"latency": "1 us"})
     assert len(front) == 0
-    assert "no point meets the constraints" in str(front)
+    assert "no trial meets the constraints" in str(front)
     assert "latency" in str(front)
     assert "wanted <= 1 us" in str(front)
     with pytest.raises(UsageError, match="0 points"):
         front.model()
 
 
-def test_pipelines_that_rewrite_the_same_are_one_point():
-    model = nn.Sequential(nn.Conv1d(2, 2, 1), nn.ReLU()).eval()
-    front = search(model, example_inputs=torch.ones(1, 2, 4), trials=8)
+def test_pipelines_that_rewrite_the_same_are_one_point(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+):
+    """They are timed once, evaluated once, and count once; the log and the page name the first."""
+    monkeypatch.setenv("FXOPT_MEASURE", "0")
+    monkeypatch.setattr("fxopt.searching.space.pass_names", lambda: {"quantize": "fxopt"})
+    evaluated: list[nn.Module] = []
+    model = nn.Sequential(nn.Conv1d(2, 2, 1), nn.BatchNorm1d(2), nn.ReLU()).eval()
+    with caplog.at_level(logging.INFO, "fxopt"):
+        front = search(
+            model,
+            example_inputs=torch.ones(1, 2, 4),
+            evaluate=lambda model: float(not evaluated.append(model)),
+            trials=3,
+        )
     of = {point.pipeline: point for point in front.trials}
     plain, idle = of["inference{dtype=float32}"], of["quantize,inference{dtype=float32}"]  # there is no linear layer
+    assert (plain.repeats, idle.repeats) == (None, plain.number)
     assert plain.figures == idle.figures
     assert plain.plan != idle.plan
+    measured = [point for point in front.trials if point.is_known and point.repeats is None]
+    assert len(evaluated) == 1 + len(measured)
+    assert len(measured) <= 3 < len(front.trials)
+    same = f"rewrites the same as trial {plain.number}, 'inference{{dtype=float32}}'"
+    assert f"trial {idle.number}, {idle.pipeline}: {same}" in caplog.text
+    front.to_html(tmp_path / "points.html")
+    assert f"rewrites the same as trial {plain.number}<" in (tmp_path / "points.html").read_text()
 
 
 def test_training_steps_and_bytes():
@@ -289,7 +313,8 @@ def spoiling(model: nn.Module) -> float:
         ({"seed": "a"}, UsageError, "seed is of type str"),
         ({"seed": -1}, UsageError, "seed is -1; give a whole number, at least 0"),
         ({"time_budget": 10**400}, UsageError, "give seconds, or a text such as '10 min'"),
-        ({"storage": __file__}, InputError, "cannot be used: FileExistsError"),
+        ({"storage": __file__}, UsageError, "test_search.py is a file; name a folder"),
+        ({"storage": f"{__file__}/inside"}, UsageError, "test_search.py is a file; name a folder"),
         ({"constraints": {"memory": "much"}}, UsageError, "constraints: memory='much'"),
     ],
 )

@@ -94,7 +94,7 @@ def test_processes_share_trials(tmp_path: Path, started: list[subprocess.Popen[s
     assert len(tried) == len(set(tried))
     assert len(tried) >= 5
     assert all(set(each["trials"]) <= set(tried) for each in both)
-    assert tried[:3] == ["inference{dtype=float32}", "inference{dtype=bfloat16}", "inference{dtype=int8}"]
+    assert tried[0] == "inference{dtype=float32}"
 
 
 def test_a_search_that_was_interrupted_goes_on(tmp_path: Path, started: list[subprocess.Popen[str]]):

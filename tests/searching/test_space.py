@@ -47,12 +47,59 @@ def space(goals: Collection[Goal] = (Goal.SPEED,), phase: Phase = Phase.EVAL) ->
     return Space(phase, goals, Sensitivities({"a": 0.1, "b": 0.4, "c": 0.2}, {"a": 0.3, "b": 0.2, "c": 0.1}))
 
 
-def test_a_search_begins_with_presets_and_single_passes():
+@pytest.fixture(autouse=True)
+def _every_type_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxopt.searching.space.why_no_packing", lambda _: "")
+
+
+def test_a_search_begins_with_presets_and_passes_in_turn():
     singles = [pipeline_of(choice) for choice in space().singles()]
-    assert singles[:3] == ["inference{dtype=float32}", "inference{dtype=bfloat16}", "inference{dtype=int8}"]
+    assert singles[:4] == [
+        "inference{dtype=float32}",
+        "inference{dtype=bfloat16}",
+        "prune{method=structured,amount=0.4},inference{dtype=float32}",
+        "quantize,inference{dtype=float32}",
+    ]
     assert "prune{method=structured,amount=0.4},inference{dtype=float32}" in singles
     assert "quantize{scheme=int8_static},inference{dtype=float32}" in singles
     assert len(singles) == len(set(singles))
+
+
+def test_with_an_engine_a_search_begins_with_it_and_with_what_is_strong_beside_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fxopt.searching.space.has_engines", lambda: True)
+    singles = [pipeline_of(choice) for choice in space().singles()]
+    assert singles[:2] == [
+        "inference{engine=auto,dtype=float32}",
+        "quantize{scheme=int8_static},delegate{dtype=int8}",
+    ]
+    assert "prune{method=structured,amount=0.4},inference{engine=auto,dtype=float32}" in singles
+    assert len(singles) == len(set(singles))
+
+
+def test_what_the_machine_has_no_instructions_for_comes_last(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fxopt.searching.space.why_no_packing", lambda _: "no instructions")
+    assert space().groups["preset"].texts[-1] == "inference{dtype=bfloat16}"
+    singles = [pipeline_of(choice) for choice in space().singles()]
+    assert singles[1] == "inference{dtype=int8}"
+
+
+def test_a_lossy_pass_may_err_by_what_is_allowed_or_by_half_of_it():
+    found = Space(Phase.EVAL, {Goal.SPEED}, error=0.01)
+    singles = [pipeline_of(choice) for choice in found.singles()]
+    assert "quantize{scheme=int8_static,budget=0.01},inference{dtype=float32}" in singles
+    assert not any("budget=0.005" in each for each in singles)
+    single = {**found.start, "quantize": "quantize{budget=0.01}"}
+    (milder,) = found.milder(single)
+    assert milder["quantize"] == "quantize{budget=0.005}"
+    assert found.further(milder) == [single]
+    assert found.milder(milder) == []
+    assert "budget" not in space().groups["quantize"].options
+
+
+def test_what_changes_the_function_comes_last_where_results_are_to_stay_as_they_are():
+    pruned = "prune{method=structured,amount=0.4},inference{dtype=float32}"
+    assert pipeline_of(Space(Phase.EVAL, {Goal.SPEED}, error=0.01).singles()[-1]) == pruned
+    assert pipeline_of(Space(Phase.EVAL, {Goal.SPEED}, error=0.01, trains=True).singles()[2]) == pruned
 
 
 def test_what_saves_only_bytes_takes_part_where_bytes_are_asked_for():
@@ -118,6 +165,8 @@ def test_the_next_number_changes_one_option():
     assert [pipeline_of(each) for each in more] == ["prune{method=structured},inference{dtype=float32}"]  # 0.5
     assert found.further({**found.start, "prune": "prune{method=structured,amount=0.6}"}) == []
     assert found.further({**found.start, "quantize": "quantize"}) == []
+    less = found.milder({**found.start, "prune": "prune{method=structured,amount=0.4}"})
+    assert [pipeline_of(each) for each in less] == ["prune{method=structured,amount=0.3},inference{dtype=float32}"]
 
 
 @pytest.mark.usefixtures("others")
