@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch.fx import Graph
 
-__all__ = ["ONNX_EXPORTER", "batches_by_vmap", "load_exported_program", "onnx_log_off"]
+__all__ = ["ONNX_EXPORTER", "batches_by_vmap", "load_exported_program", "merge_equal", "onnx_log_off"]
 
 ONNX_EXPORTER = "torch.onnx._internal.exporter"
 """The logger of the exporter of exported programs."""
@@ -33,6 +33,17 @@ def load_exported_program(file: BinaryIO) -> Any:
 
 
 _NATIVE = cast("Any", torch)._C
+
+
+def merge_equal(graph: Any) -> None:
+    """Write each constant, and each list of them, of a TorchScript graph once.
+
+    A trace has new ones at each use, which makes four times as many nodes; converters in Python make an object of each.
+    """
+    _NATIVE._jit_pass_constant_pooling(graph)
+    _NATIVE._jit_pass_cse(graph)
+
+
 _ONNX_LOG = _NATIVE._jit_onnx_log
 
 

@@ -180,16 +180,18 @@ class Converted:
         say whether there is one then.
         """
         key = key_of(self.example)
-        self.session(key)
-        general = self.by_threads[key[0]]
-        is_alone = key in self.fixed and not getattr(general, "is_compiled", True)
-        if not is_alone and hasattr(general, "fixed"):
-            fixed = self._faster(key, general)
-            if fixed is not self.fixed.get(key):
-                self.by_shapes.pop(key, None)  # results of the other session are compared at the next call
-            self.fixed.pop(key, None)  # in place: copies of the model have the same
-            self.fixed.update({} if fixed is None else {key: fixed})
-        return key in self.fixed
+        general = self.by_threads.get(key[0])
+        if not hasattr(general, "fixed") or (key in self.fixed and not getattr(general, "is_compiled", True)):
+            return key in self.fixed
+        try:
+            fixed = self._faster(key, cast("Session", general))
+        except Exception:  # an engine raises anything, for instance after a call that failed: what computes now stays
+            return key in self.fixed
+        if fixed is not self.fixed.get(key):
+            self.by_shapes.pop(key, None)  # results of the other session are compared at the next call
+        self.fixed.pop(key, None)  # in place: copies of the model have the same
+        self.fixed.update({} if fixed is None else {key: fixed})
+        return fixed is not None
 
     def _faster(self, key: Any, general: Session) -> Session | None:
         """Return the session for the shapes of the example alone, if it is faster than the one for all shapes."""

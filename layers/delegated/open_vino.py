@@ -13,6 +13,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from ...compat.export import merge_equal
 from ...errors import one_line
 from ...interrupts import interruptible
 from .engine import Engine
@@ -65,6 +66,7 @@ class OpenVINO(Engine):
         decoders = importlib.import_module("openvino.frontend.pytorch.ts_decoder")
         # `openvino.convert_model` does the same in twice the time.
         traced = cast("Any", torch.jit).trace(computation, tuple(example), check_trace=False)
+        merge_equal(traced.graph)
         decoder = decoders.TorchScriptPythonDecoder(traced, example_input=tuple(example))
         model = frontend.convert(frontend.load(decoder))
         if dtype is not torch.float32:

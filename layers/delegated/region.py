@@ -154,7 +154,7 @@ class DelegatedRegion(Keeping):
     def settle(self) -> None:
         """Learn whether a session for the shapes of the example alone is worth its memory, and keep it if so."""
         with self._lock, dispatch_modes_off(), torch.no_grad():
-            for held in self._converted.values():
+            for held in {id(each.fixed): each for each in self._converted.values()}.values():  # copies share it
                 self._fixes = held.settle()
 
     def prepare(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor], allowed: float = math.inf) -> None:

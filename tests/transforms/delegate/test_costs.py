@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import X, delegated, linears, one_engine, regions, same
+from support.engines import X, delegated, linears, one_engine, openvino_only, regions, same
 from torch import Tensor, fx, nn
 
 import fxopt
 from fxopt import Cause
+from fxopt.layers.delegated.conversion import Converted
+from fxopt.passes import timing
+from fxopt.passes.timing import Timings
 from fxopt.transforms.delegate import find
 from fxopt.transforms.delegate.delegate import engine_named
 
@@ -68,6 +71,35 @@ def test_numbers_that_verification_makes_up_are_not_converted(engine: str, compi
     fxopt.refresh(fast)
     same(fast, model)
     assert compiled == [engine, engine]
+
+
+@openvino_only
+def test_each_engine_is_converted_once_and_only_the_one_that_stands_gets_more_time(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("onnxruntime")
+    converted, settled, settle = list[str](), list[str](), Converted.settle
+    for name in ("openvino", "onnxruntime"):
+        kind = type(engine_named(name))
+
+        def counted(engine: Any, *args: Any, compile_: Any = kind.compile) -> Any:
+            converted.append(engine.name)
+            return compile_(engine, *args)
+
+        monkeypatch.setattr(kind, "compile", counted)
+
+    def noted(held: Converted) -> bool:
+        settled.append(held.compile.engine.name)
+        return settle(held)
+
+    monkeypatch.setattr(Converted, "settle", noted)
+    costs = {"before": 3.0, "onnxruntime": 2.0}
+    monkeypatch.setattr(
+        timing, "time_candidates", lambda them, **_: Timings([{name: costs.get(name, 1.0) for name in them}] * 9)
+    )
+    fast = fxopt.optimize(linears(), "delegate", example_inputs=X, time_budget=60)
+    assert [(each.status, each.choice) for each in fxopt.plan(fast).decisions] == [("applied", engine)]
+    assert (converted, settled) == (["openvino", "onnxruntime"], [engine])
 
 
 @one_engine
