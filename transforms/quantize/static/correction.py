@@ -128,8 +128,8 @@ class _Runs:
             channels = result.ndim - 1 - _rank_of(module)
             if not result.numel():
                 return None
-            mean = result.float().mean([each for each in range(result.ndim) if each != channels])
-            added = see(name, mean)
+            others = [each for each in range(result.ndim) if each != channels]
+            added = see(name, result.float().mean(others) if others else result.float())
             if added is None:
                 return None
             return result + added.to(result.dtype).reshape(-1, *[1] * (result.ndim - 1 - channels))
