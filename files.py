@@ -8,14 +8,14 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from .api import optimize, state_dict
+from .api import optimize, restore, state_dict
 from .deploy import archive, compact
 from .deploy.export import export_model
 from .deploy.formats.kinds import chosen_format, warn_of_format
 from .deploy.opening import open_file
 from .errors import StateWarning, expect
 from .passes.pipeline import unfinished
-from .runtime.record import Plan, needed_record
+from .runtime.record import Plan, needed_record, record_of
 from .runtime.state import refuse_sharded, writes_files
 from .storage import as_path
 from .tracing.examples import normalize_inputs
@@ -136,7 +136,8 @@ def load(
 
     Args:
         path: of the file; its content tells what it is.
-        model: of an archive: the unoptimized model to use instead of importing the archive's factory.
+        model: of an archive: the unoptimized model to use instead of importing the archive's factory. Of an optimized
+            one, such as that of `qat`, what `restore` gives is used.
         trust: packages (or one) from which an archive's factory may be imported and run. True trusts the file
             altogether: any factory, and pickles (`torch.save(model, path)`), which run any code.
         example_inputs: as for `optimize`, where capture needs them; by default `example_inputs()` beside the factory,
@@ -145,6 +146,7 @@ def load(
     Raises:
         ArchiveError: unreadable, corrupt, too new, or it would run code that is not trusted.
         UsageError: `model` is given for a file that holds the whole model.
+        StateError: `model` is optimized, and sharded.
     """
 
     def replay(original: nn.Module, plan: Plan, phase: str, inputs: object, *, drawn: bool = False) -> nn.Module:
@@ -155,4 +157,5 @@ def load(
     expect(model, (nn.Module, type(None)), "model", "the unoptimized torch.nn.Module, or leave it out")
     expect(trust, (bool, str, Iterable), "trust", "names of packages, or True")
     trusted = trust if isinstance(trust, bool) else (trust,) if isinstance(trust, str) else tuple(trust)
-    return open_file(as_path(path), replay=replay, model=model, trust=trusted, inputs=example_inputs)
+    original = model if model is None or record_of(model) is None else restore(model)
+    return open_file(as_path(path), replay=replay, model=original, trust=trusted, inputs=example_inputs)

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from ..compat import has_hooks, modules_by_name
 from ..errors import ArchiveError, InputError, PlanError, StateError, UsageError, one_line
-from ..passes.driver import restored
 from ..passes.pipeline import parse
-from ..runtime.record import Plan, Record, record_of
+from ..runtime.record import Plan, Record
 from ..runtime.state import StateMap
 from ..tracing.examples import Inputs
 from ..tracing.program import Unmade, calls_of_forms, packages_of
@@ -94,9 +93,7 @@ def load(
     trust: Sequence[str] | bool = (),
     inputs: object = None,
 ) -> nn.Module:
-    """Build the original or copy `model`, as it was before it was optimized, give it the archive's weights, and let
-    `replay` repeat the plan on it.
-    """
+    """Build the original or copy `model`, give it the archive's weights, and let `replay` repeat the plan on it."""
     where = Path(path)
     manifest, members = read_container(where, (PLAN, WEIGHTS))
     description = _Description(where, manifest)
@@ -106,8 +103,7 @@ def load(
         original = _built(description, trust)
         inputs = inputs_beside(str(description.factory)) if inputs is None else inputs
     else:
-        earlier = record_of(model)
-        original = copy.deepcopy(model) if earlier is None else restored(model, earlier)
+        original = copy.deepcopy(model)
     unhooked = _without_hooks(original, description)
     added = description.names("added", optional=True)
     known = {name: tensor for name, tensor in state.items() if name not in added}

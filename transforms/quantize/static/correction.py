@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -55,11 +55,9 @@ def corrected(
     shifts = run.that_help(judged[-1], {name: torch.stack(each).mean(0) for name, each in found.items()})
     texts = {name: text_of_numbers((shift / layers[name].scales).bfloat16()) for name, shift in shifts.items()}
     other = {name: replace(form, shift=texts.get(name, "")) for name, form in plain.items()}
-    ways: Sequence[Mapping[str, InputForm]] = (
-        plain,
-        other,
-        *([forms] if any(form.shift for form in forms.values()) else []),
-    )
+    ways: list[Mapping[str, InputForm]] = [plain, other]
+    if any(form.shift for form in forms.values()):
+        ways.append(forms)
     return min(ways, key=lambda way: RoundedModel(program, way, options.group, judged).error(list(way)))
 
 
@@ -67,14 +65,13 @@ def _takes_shift(module: nn.Module, program: Program) -> bool:
     return not isinstance(module, FakeQuantized) and not is_tied(module, program)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Runs:
     """A model, its `layers` of 8 bits, and `some` of them whose means are compared."""
 
     model: nn.Module
     layers: Mapping[str, RoundedLayer]
     some: Mapping[str, RoundedLayer]
-    number: int = field(default=0, init=False)
 
     def corrections(self, call: Inputs) -> Means:
         """Return what each layer is off in the mean, in the model of 8 bits, with those before it put right."""
@@ -123,8 +120,7 @@ class _Runs:
 
     def _run(self, call: Inputs) -> None:
         with torch.no_grad(), preserved(self.model):
-            run_call(self.model, call, self.number)
-        self.number += 1
+            run_call(self.model, call, 0)
 
     @contextmanager
     def _watched(self, see: _See | Callable[[str, Tensor], None]) -> Generator[None]:
@@ -132,8 +128,8 @@ class _Runs:
             channels = result.ndim - 1 - _rank_of(module)
             if not result.numel():
                 return None
-            mean = result.float().mean([each for each in range(result.ndim) if each != channels])
-            added = see(name, mean)
+            others = [each for each in range(result.ndim) if each != channels]
+            added = see(name, result.float().mean(others) if others else result.float())
             if added is None:
                 return None
             return result + added.to(result.dtype).reshape(-1, *[1] * (result.ndim - 1 - channels))
