@@ -11,7 +11,16 @@ from torch import nn
 
 from ...compat import all_modules, has_lazy_parameters, submodule
 from ...errors import InputError, ModeError, UsageError
-from ...runtime.graphs import Capture, Region, capture_of, context_regions, install, required_capture, uninstall
+from ...runtime.graphs import (
+    Capture,
+    Region,
+    capture_of,
+    compile_postponed,
+    context_regions,
+    install,
+    required_capture,
+    uninstall,
+)
 from ...runtime.values import ModelNames, is_container, is_leaf, is_meta, map_tensors, runs_as_sequential
 from ..examples import Generating, Inputs, normalize_inputs
 from ..isolation import ModelState, in_phase, moved_to_meta, restoring
@@ -130,6 +139,7 @@ def _install_checked(
     present = {name: capture_of(names.modules[name]) for name in found.captured}
     with _undone_on_error(names, present):
         _install(names, found)
+        compile_postponed(names.modules[name] for name in found.captured)  # calls are timed
         state.accept_graphs()
         for name in disagreeing(model, found.captured, expected, state, grad=recording.grad):
             _give_up(found, name, names.modules[name], present[name])
