@@ -195,7 +195,8 @@ class Parallel(Pass):
         require_same_weights(model, self.name)
         kind, sizes = device_type(model, self.name), self.sizes
         mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        prepare(model, site.data.get("blocks", ()), self.tensor)
+        if "blocks" in site.data:
+            prepare(model, site.data["blocks"], mesh["tensor"])
         if self.pipeline == 1:
             units = [[model.get_submodule(name) for name in names] for names in site.data.get("units", ())]
             self._divide(Program(model), site.data, mesh, model, units)
