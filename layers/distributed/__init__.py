@@ -9,6 +9,7 @@ from .dealt import COLUMNS, DealtColumns, SplitColumns, own_share
 from .outer_steps import OuterSteps
 from .replica import REPLICA, Replica, is_replicated, no_sync, replicate
 from .replicated import Layout, deal_parameter, replicate_parameters
+from .same_rows import SameRows
 from .sync_batch_norm import (
     BATCH_NORMS,
     SYNCHRONIZED,
@@ -21,7 +22,8 @@ from .vocabulary import GatheredLogits, Share, SplitCrossEntropy, SplitEmbedding
 
 __all__ = [
     "BATCH_NORMS", "COLUMNS", "REPLICA", "SYNCHRONIZED", "AllMembers", "Crossing", "DealtColumns", "GatheredLogits",
-    "Layout", "MeanOfMembers", "OuterSteps", "OwnMembers", "Replica", "Share", "SharedByMembers", "SplitColumns",
-    "SplitCrossEntropy", "SplitEmbedding", "SumOfMembers", "SyncBatchNorm", "SyncBatchNorm1d", "SyncBatchNorm2d",
-    "SyncBatchNorm3d", "deal_parameter", "is_replicated", "no_sync", "own_share", "replicate", "replicate_parameters",
+    "Layout", "MeanOfMembers", "OuterSteps", "OwnMembers", "Replica", "SameRows", "Share", "SharedByMembers",
+    "SplitColumns", "SplitCrossEntropy", "SplitEmbedding", "SumOfMembers", "SyncBatchNorm", "SyncBatchNorm1d",
+    "SyncBatchNorm2d", "SyncBatchNorm3d", "deal_parameter", "is_replicated", "no_sync", "own_share", "replicate",
+    "replicate_parameters",
 ]  # fmt: skip

@@ -265,14 +265,14 @@ def test_what_cannot_be_dealt_is_refused(of_ranks: list[dict[str, Any]]) -> None
     for each in of_ranks:
         by_rows, by_sums, loops, differ = each["refused"]
         assert "'one': its 3 experts do not divide by 2 processes; leave experts out" in by_rows
-        assert "no layers can be split; leave tensor out" in by_sums
+        assert "no layers can be split; leave tensor out; 'one': its 3 experts do not divide by 2 proc" in by_sums
         assert "the model has no experts that fuse_experts computes together; list fuse_experts" in loops
         assert "nothing" not in differ
 
 
 @pytest.mark.parametrize(
     ("processes", "reason"),
-    [(3, "its 4 {} do not divide by 3 processes"), (8, "it has 4 {} for 8 processes, and each needs one at least")],
+    [(3, "its 4 {} do not divide by 3 processes"), (8, "it has fewer {} (4) than processes (8)")],
 )
 def test_members_and_experts_are_refused_in_the_same_words(processes: int, reason: str) -> None:
     (mixtures, x), (members, y) = layers(), ensembles()

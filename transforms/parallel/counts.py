@@ -10,5 +10,5 @@ def why_not_dealt(count: int, what: str, processes: int) -> str:
     if not count % processes:
         return ""
     if count < processes:
-        return f"it has {count} {what} for {processes} processes, and each needs one at least"
+        return f"it has fewer {what} ({count}) than processes ({processes})"
     return f"its {count} {what} do not divide by {processes} processes"

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from ...compat import own_children, own_parameters
 from ...errors import InputError
-from ...layers.distributed import COLUMNS, own_share, replicate_parameters
+from ...layers.distributed import COLUMNS, SameRows, own_share, replicate_parameters
 from ...passes.rewriting import holds_inputs_first, layer_of
 from ...runtime.graphs import specializations_of
 from ...runtime.values import qualified
@@ -52,6 +52,8 @@ def split(
         parallelize_module(model, mesh, plan, src_data_rank=None)
     for block, places in vocabularies:
         split_vocabulary(program, block, places, mesh)
+    if not around:
+        model.register_forward_pre_hook(SameRows(mesh), with_kwargs=True)
     replicate_parameters(model, mesh, lambda parameter: (*around, *readers[parameter]))
 
 

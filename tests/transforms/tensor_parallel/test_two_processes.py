@@ -178,6 +178,18 @@ def sections(fast: nn.Module) -> list[str]:
     return [name for block in blocks for name in block.get("sections", ())]
 
 
+def on_rank_other_rows() -> list[str]:
+    """Batches of other sizes and of other values, an empty one, and then the same rows again."""
+    torch.manual_seed(5)
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(6, 4)
+    rank, found = distributed.get_rank(), list[str]()
+    for passes in ("tensor_parallel", "parallel{tensor=2}"):
+        fast = fxopt.optimize(model, passes, example_inputs=x)
+        for rows in (x[rank:], x * (1 + rank), x[: 6 * rank], x):
+            found.append(said(lambda fast=fast, rows=rows: fast(rows).sum().backward()))
+    return found
+
+
 def on_rank_other_weights() -> str:
     torch.manual_seed(distributed.get_rank())
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
@@ -227,6 +239,16 @@ def test_calls_with_a_cache_have_the_logits_of_one_process(of_ranks: list[dict[s
         for errors, is_equal, fused in each["cache"].values():
             assert max(errors) < 1e-12 and is_equal
             assert fused == 2
+
+
+def test_processes_with_other_rows_are_refused(of_ranks: list[dict[str, Any]]) -> None:
+    refused = (
+        "UsageError: rank 1 was given other rows than rank 0, and both compute parts of the same layers; give them"
+    )
+    for each in of_ranks:
+        for *wrong, right in (each["other_rows"][:4], each["other_rows"][4:]):
+            assert all(text.startswith(refused) for text in wrong)
+            assert right == "nothing was raised"
 
 
 def test_processes_with_other_weights_are_refused(of_ranks: list[dict[str, Any]]) -> None:
