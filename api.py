@@ -138,7 +138,7 @@ def optimize(
     request = Request(
         in_words, passes=pipeline, inputs=inputs, phase=meant, plan=decided, seed=seed, settings=settings,
         cache=settings.cache, verify=settings.verify if verify is None else verify, twin=verify_twin, measure=measuring,
-        time_budget=budget,
+        time_budget=budget, trains=optimizer is not None,
         on_failure=lambda error: reproducer.write(model, pipeline, error, list(inputs) or None, phase, seed, settings),
     )  # fmt: skip
     with progress_line() as show:

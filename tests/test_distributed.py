@@ -171,6 +171,19 @@ def on_rank_other_models() -> Any:
     return said(lambda: fused(model, x)), said(lambda: fxopt.optimize(model, passes, example_inputs=(x,)))
 
 
+def on_rank_asks_for_something_else() -> Any:
+    """What one rank asks for otherwise is refused on both; then the ranks go on together."""
+    (model, x), is_second = made(), distributed.get_rank() == 1
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    messages = [
+        said(lambda: fxopt.optimize(made()[0].train(not is_second), "fuse_ensembles", example_inputs=(x,))),
+        said(lambda: fxopt.optimize(model, "ddp", example_inputs=(x,), phase="eval" if is_second else "train")),
+        said(lambda: fxopt.optimize(model, "ddp", example_inputs=(x,), optimizer=optimizer if is_second else None)),
+        said(lambda: fxopt.optimize(model, Average(), example_inputs=(x[: 4 - is_second],))),
+    ]
+    return messages, torch.allclose(fused(model, x)(x), model(x), atol=1e-6)
+
+
 def on_rank_fails_before_it_speaks() -> Any:
     """What one rank gives is refused while it is read; then the ranks go on together."""
     model, x = made()
@@ -322,6 +335,16 @@ def test_ranks_with_other_models_or_passes(of_ranks: list[dict[str, Any]]) -> No
         model, passes = each["other_models"]
         assert model.startswith("UsageError: the tensors of rank 1's model have other names, shapes or dtypes")
         assert passes.startswith("UsageError: rank 1 runs the passes 'eliminate_dead_code', rank 0 'fuse_ensembles")
+
+
+def test_ranks_that_ask_for_something_else(of_ranks: list[dict[str, Any]]) -> None:
+    for each in of_ranks:
+        (mode, phase, optimizer, rows), goes_on = each["asks_for_something_else"]
+        assert goes_on
+        assert mode == phase
+        assert mode.startswith("UsageError: rank 1 optimizes for evaluation, and rank 0 optimizes for training; all")
+        assert optimizer.startswith("UsageError: rank 1 gives an optimizer, and rank 0 gives no optimizer; all")
+        assert "of rank 1 have the shapes [[3, 8]], those of rank 0 [[4, 8]]; 'average' needs the same rows" in rows
 
 
 def test_a_rank_that_fails_before_it_speaks_is_named(of_ranks: list[dict[str, Any]]) -> None:

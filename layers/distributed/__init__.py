@@ -5,10 +5,11 @@ steps.
 from __future__ import annotations
 
 from .crossings import AllMembers, Crossing, MeanOfMembers, OwnMembers, SharedByMembers, SumOfMembers
-from .dealt import COLUMNS, DealtColumns
+from .dealt import COLUMNS, DealtColumns, SplitColumns, own_share
 from .outer_steps import OuterSteps
 from .replica import REPLICA, Replica, is_replicated, no_sync, replicate
 from .replicated import Layout, deal_parameter, replicate_parameters
+from .same_rows import SameRows
 from .sync_batch_norm import (
     BATCH_NORMS,
     SYNCHRONIZED,
@@ -17,11 +18,12 @@ from .sync_batch_norm import (
     SyncBatchNorm2d,
     SyncBatchNorm3d,
 )
-from .vocabulary import GatheredLogits, Share, SplitCrossEntropy, SplitEmbedding, SplitHead
+from .vocabulary import GatheredLogits, Share, SplitCrossEntropy, SplitEmbedding
 
 __all__ = [
     "BATCH_NORMS", "COLUMNS", "REPLICA", "SYNCHRONIZED", "AllMembers", "Crossing", "DealtColumns", "GatheredLogits",
-    "Layout", "MeanOfMembers", "OuterSteps", "OwnMembers", "Replica", "Share", "SharedByMembers", "SplitCrossEntropy",
-    "SplitEmbedding", "SplitHead", "SumOfMembers", "SyncBatchNorm", "SyncBatchNorm1d", "SyncBatchNorm2d",
-    "SyncBatchNorm3d", "deal_parameter", "is_replicated", "no_sync", "replicate", "replicate_parameters",
+    "Layout", "MeanOfMembers", "OuterSteps", "OwnMembers", "Replica", "SameRows", "Share", "SharedByMembers",
+    "SplitColumns", "SplitCrossEntropy", "SplitEmbedding", "SumOfMembers", "SyncBatchNorm", "SyncBatchNorm1d",
+    "SyncBatchNorm2d", "SyncBatchNorm3d", "deal_parameter", "is_replicated", "no_sync", "own_share", "replicate",
+    "replicate_parameters",
 ]  # fmt: skip

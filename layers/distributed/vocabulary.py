@@ -1,4 +1,4 @@
-"""A vocabulary that is split over processes: its embedding, its head, the gathered logits, and their cross entropy."""
+"""A vocabulary that is split over processes: its embedding, the gathered logits, and their cross entropy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...compat.distributed import added_up, gathered_in_order
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["GatheredLogits", "Share", "SplitCrossEntropy", "SplitEmbedding", "SplitHead"]
+__all__ = ["GatheredLogits", "Share", "SplitCrossEntropy", "SplitEmbedding"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -79,17 +79,6 @@ class GatheredLogits:
 
     def __call__(self, logits: Tensor) -> Tensor:
         return gathered_in_order(logits, self.share.mesh, -1, self.share.size)
-
-
-class SplitHead(nn.Linear):
-    """A head of whose words each process has a share; it gives all logits to who does not ask for its `part`."""
-
-    _fxopt_is_operation = True
-    share: Share
-
-    def __call__(self, input: Tensor, *, part: bool = False) -> Tensor:  # noqa: A002  its name in torch
-        logits: Tensor = super().__call__(input)
-        return logits if part else GatheredLogits(self.share)(logits)
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ class Request:
     on_failure: Callable[[PassError], str | None] | None = None  # writes a reproducer and returns its path
     on_progress: Callable[[Progress], None] = lambda _: None
     cache: Path | None = None  # the folder of decisions of earlier runs; None: every run decides anew
+    trains: bool = False  # whether an optimizer goes along
     twin: nn.Module | None = None  # small, with data: rewrites of a model on the meta device are verified in it
 
     @property

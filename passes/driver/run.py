@@ -26,7 +26,7 @@ from ...runtime.graphs import (
 )
 from ...runtime.record import Plan, Record, record_of, view_of
 from ...runtime.state import RECORD_KEY, InParts, StateMap
-from ...runtime.values import ModelNames, RandomState, all_tensors, is_scripted, is_sharded
+from ...runtime.values import ModelNames, RandomState, all_tensors, is_scripted, is_sharded, tensors_in
 from ...settings import Measure
 from ...tracing.isolation import (
     copied_module,
@@ -40,7 +40,7 @@ from ...tracing.isolation import (
 from ...tracing.program import Program, call_forms, captured_on, deactivate, is_on_meta
 from ..cache import Entry
 from ..contract import check_option_types
-from ..pipeline import Ranks, as_in_twin, check_behind, on_all_ranks, optimized_on_all, ranks
+from ..pipeline import Asked, Ranks, as_in_twin, check_alike, check_behind, on_all_ranks, optimized_on_all, ranks
 from ..sites import Phase
 from ..timing import TimeBudget, budget_clock, forward_seconds
 from .context import Request, RunContext
@@ -127,13 +127,22 @@ def _on_all_ranks(model: nn.Module, names: ModelNames, request: Request, others:
     """Optimize; under `torch.distributed` as rank 0 decides, unless there is a plan already."""
     if others is None or request.plan is not None:
         return _optimized(model, names, request)
+    check_alike(others, model, request.passes, _asked(model, request))
     return optimized_on_all(
-        others, model, request.passes,
+        others,
         decide=lambda: _with_plan(_optimized(model, names, request), request),
         follow=lambda plan: _with_plan(
             _optimized(model, names, dataclasses.replace(request, plan=plan, checks_plan=True)), request
         ),
     )  # fmt: skip
+
+
+def _asked(model: nn.Module, request: Request) -> Asked:
+    """Return what ranks have to ask for alike, and the form of the first example."""
+    trains = model.training if request.phase is None else request.phase.covers_training
+    mode, moves = "training" if trains else "evaluation", "an" if request.trains else "no"
+    words = f"optimizes for {mode}", f"gives {moves} optimizer"
+    return Asked(words, [[*tensor.shape] for call in request.inputs[:1] for tensor in tensors_in([*call])])
 
 
 def _with_plan(fast: nn.Module, request: Request) -> tuple[nn.Module, Plan]:

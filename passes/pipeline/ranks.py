@@ -6,7 +6,6 @@ The ranks talk through the group's store, with its timeout: collectives could ha
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,8 +19,6 @@ from torch import distributed, nn
 from ...compat.distributed import shared_store
 from ...errors import BudgetError, FxoptError, InputError, PassError, StateError, UsageError, one_line
 from ...runtime.record import Decision, Plan
-from ...runtime.values import tensors_by_name
-from ..contract import Pass
 
 __all__ = ["Ranks", "heard_by_others", "heard_of_any", "named", "on_all_ranks", "optimized_on_all", "ranks"]
 
@@ -169,16 +166,13 @@ def _attempted(run: Callable[[], T]) -> _Attempt[T]:
 
 def optimized_on_all(
     ranks: Ranks,
-    model: nn.Module,
-    passes: Sequence[Pass],
     decide: Callable[[], Result],
     follow: Callable[[Plan], Result],
 ) -> nn.Module:
     """Return the model, rewritten on every rank as rank 0 may `decide`; the others `follow` its plan and verify it.
 
-    Raises UsageError where another rank has another model or other passes, or is silent; PassError where it failed.
+    Raises UsageError where another rank is silent, PassError where it failed.
     """
-    _check_alike(ranks, model, passes)
     attempt = _attempted(decide) if ranks.rank == 0 else _Attempt[Result]()
     plan = _told(ranks, attempt)
     if ranks.rank != 0:
@@ -189,27 +183,6 @@ def optimized_on_all(
             return result
         plan = _without(plan, failures)
         attempt = _attempted(partial(follow, plan))
-
-
-def _check_alike(ranks: Ranks, model: nn.Module, passes: Sequence[Pass]) -> None:
-    tensors = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors_by_name(model).items()]
-    form = hashlib.sha256(repr(tensors).encode()).hexdigest()
-    pipeline = ",".join(map(str, passes))
-
-    def compare(everyone: Sequence[Any]) -> str:
-        for rank, (other_form, other_pipeline) in enumerate(everyone):
-            if other_pipeline != pipeline:
-                return f"rank {rank} runs the passes {other_pipeline!r}, rank 0 {pipeline!r}"
-            if other_form != form:
-                return f"the tensors of rank {rank}'s model have other names, shapes or dtypes than those of rank 0"
-        return ""
-
-    difference = ranks.exchange((form, pipeline), compare)
-    if difference:
-        raise UsageError(
-            f"{difference}; under torch.distributed all ranks optimize one model together. Models that differ "
-            "(pipeline stages) are optimized before the process group is initialized, or each by a plan (plan=)"
-        )
 
 
 def _told(ranks: Ranks, attempt: _Attempt[Result]) -> Plan:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -19,12 +20,15 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fxopt
 from fxopt.layers import MixtureOfExperts
+from fxopt.transforms.parallel.experts import mixtures_in
+from fxopt.transforms.parallel.members import ensembles_in
 
 BY_ROWS, BY_SUMS = "parallel{shard=2,experts=true}", "parallel{tensor=2}"
-FUSE = "fuse_experts{lowering=loop}"
+BOTH, FUSE = (BY_ROWS, BY_SUMS), "fuse_experts{lowering=loop}"
+GROUPED = ("Mixtral", "Olmoe", "Qwen3Moe")
 CASES = [
     ("layers", BY_ROWS), ("layers", BY_SUMS), ("loop", f"{FUSE},{BY_ROWS}"), ("loop", f"{FUSE},{BY_SUMS}"),
-    ("qwen", f"{FUSE},{BY_ROWS}"), ("mixtral", f"{FUSE},{BY_ROWS}"), ("mixtral", f"{FUSE},{BY_SUMS}"),
+    ("qwen", f"{FUSE},{BY_ROWS}"), *((f"{kind}, grouped", f"{FUSE},{way}") for kind in GROUPED for way in BOTH),
     ("ensembles", f"fuse_ensembles{{lowering=bmm}},{BY_SUMS}"),
 ]  # fmt: skip
 
@@ -124,19 +128,24 @@ def wanted(model: nn.Module, x: Tensor, parts: int) -> None:
         (loss_of(model, x[rank::parts]) / parts).backward()
 
 
-def mixtral() -> tuple[nn.Module, Tensor]:
+def grouped(kind: str) -> tuple[nn.Module, Tensor]:
     """As transformers computes it by default: by products of groups, which torch has not in float64."""
     import transformers as tf
 
     torch.manual_seed(0)
-    config = tf.MixtralConfig(
+    config = getattr(tf, f"{kind}Config")(
         hidden_size=16, intermediate_size=12, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        num_local_experts=4, use_cache=False, vocab_size=32, output_router_logits=True, router_aux_loss_coef=0.1,
+        head_dim=4, num_experts=4, use_cache=False, vocab_size=32, output_router_logits=True, bos_token_id=1,
+        eos_token_id=2, router_aux_loss_coef=0.1, num_experts_per_tok=2,
+        **({"moe_intermediate_size": 12} if kind == "Qwen3Moe" else {}),
     )  # fmt: skip
-    return tf.MixtralForCausalLM(config).train(), torch.randint(3, 32, (4, 6))
+    return getattr(tf, f"{kind}ForCausalLM")(config).train(), torch.randint(3, 32, (4, 6))
 
 
-MODELS = {"layers": layers, "loop": loop, "qwen": qwen, "mixtral": mixtral, "ensembles": ensembles}
+MODELS = {
+    "layers": layers, "loop": loop, "qwen": qwen, "ensembles": ensembles,
+    **{f"{kind}, grouped": partial(grouped, kind) for kind in GROUPED},
+}  # fmt: skip
 
 
 def on_rank_trained() -> dict[str, Any]:
@@ -231,14 +240,14 @@ def on_rank_left_whole() -> str:
 
 def test_an_ensemble_that_does_not_divide_stays_whole(of_ranks: list[dict[str, Any]]) -> None:
     for each in of_ranks:
-        assert "the 3 members of an ensemble do not divide by 2 processes" in each["left_whole"]
+        assert "its 3 members do not divide by 2 processes" in each["left_whole"]
 
 
 def test_dealt_experts_and_members_train_as_in_one_process(of_ranks: list[dict[str, Any]]) -> None:
     for each in of_ranks:
         for name, (errors, sizes, named) in each["trained"].items():
             assert not named, (name, named)
-            assert max(errors.values()) < (1e-5 if "mixtral" in name else 1e-9), (name, errors)
+            assert max(errors.values()) < (1e-5 if "grouped" in name else 1e-9), (name, errors)
             assert sizes and set(sizes) == {(2, 4)}, (name, sizes)
             assert len(sizes) == (8 if "ensembles" in name else len(sizes)), "all four ensembles are split"
 
@@ -255,10 +264,23 @@ def test_a_model_without_weights_gets_its_experts_from_a_checkpoint(of_ranks: li
 def test_what_cannot_be_dealt_is_refused(of_ranks: list[dict[str, Any]]) -> None:
     for each in of_ranks:
         by_rows, by_sums, loops, differ = each["refused"]
-        assert "'one': 3 experts do not divide by 2 processes; leave experts out" in by_rows
-        assert "no layers can be split; leave tensor out" in by_sums
+        assert "'one': its 3 experts do not divide by 2 processes; leave experts out" in by_rows
+        assert "no layers can be split; leave tensor out; 'one': its 3 experts do not divide by 2 proc" in by_sums
         assert "the model has no experts that fuse_experts computes together; list fuse_experts" in loops
         assert "nothing" not in differ
+
+
+@pytest.mark.parametrize(
+    ("processes", "reason"),
+    [(3, "its 4 {} do not divide by 3 processes"), (8, "it has fewer {} (4) than processes (8)")],
+)
+def test_members_and_experts_are_refused_in_the_same_words(processes: int, reason: str) -> None:
+    (mixtures, x), (members, y) = layers(), ensembles()
+    fused = fxopt.optimize(members, "fuse_ensembles{lowering=bmm}", example_inputs=y, measure=False)
+    found, refusals = mixtures_in(fxopt.capture(mixtures, x), processes)
+    assert not found and {each.reason for each in refusals} == {reason.format("experts")}
+    found, refusals = ensembles_in(fxopt.Program(fused), processes)
+    assert not found and {each.reason for each in refusals} == {reason.format("members")}
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 
 import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
 
 from .forward import Forward, Unit
 from .problem import Problem, Recomputed, Region, Schedule, Step
@@ -84,9 +85,27 @@ def front(found: Sequence[Schedule]) -> list[Schedule]:
     return kept
 
 
-_Label = tuple[int, float, int, int]
-"""A way of reaching a place: bytes held there, cost so far, number of the move that led here, and of its label before.
-"""
+_Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class _Ways:
+    """The ways of reaching a place with the same activations held, those of less memory first, the cheapest last."""
+
+    sizes: _Numbers  # bytes held there
+    costs: NDArray[np.float64]  # so far
+    moves: _Numbers  # the numbers of the moves that led here
+    before: _Numbers  # which of the ways to where these start they follow
+
+
+@dataclass(frozen=True, eq=False)
+class _Arrival:
+    """What one move makes of neighbouring ways to where it starts."""
+
+    sizes: _Numbers
+    costs: NDArray[np.float64]
+    move: int
+    first: int  # the number of the first of them
 
 
 @dataclass(frozen=True)
@@ -118,23 +137,23 @@ class _Solver:
     def solve(self, limit: int, dearest: float = math.inf) -> Schedule | None:
         """Return the cheapest schedule that holds no more than `limit` bytes at once and costs no more, or None."""
         end, most = len(self._problem.steps), limit + self._problem.room
-        arrived: list[dict[_Held, list[_Label]]] = [defaultdict(list) for _ in range(end + 1)]
-        arrived[0][frozenset()].append((0, 0.0, -1, -1))
+        arrivals: list[dict[_Held, list[_Arrival]]] = [defaultdict(list) for _ in range(end + 1)]
+        arrivals[0][frozenset()].append(_Arrival(np.zeros(1, np.int64), np.zeros(1), -1, -1))
+        settled = list[dict[_Held, _Ways]]()
         for place in range(end):
-            arrived[place] = _settled(arrived[place])
-            for held, labels in arrived[place].items():
-                sizes = [label[0] for label in labels]
+            settled.append(_settled(arrivals[place]))
+            arrivals[place].clear()
+            for held, ways in settled[place].items():
                 for number in self._moves_from(place, held):
                     move = self._moves[number]
-                    fit = bisect_right(sizes, min(most - move.needed, limit - move.added))
-                    added, dearer = move.added, move.operations
-                    arrived[move.stop][move.then] += [
-                        (size + added, cost + dearer, number, index)
-                        for index, (size, cost, _, _) in enumerate(labels[:fit])
-                        if cost + dearer <= dearest
-                    ]
-        arrived[end] = _settled(arrived[end])
-        return self._problem.schedule(self._path(arrived)) if arrived[end] else None
+                    fit = int(ways.sizes.searchsorted(min(most - move.needed, limit - move.added), "right"))
+                    costs = ways.costs[:fit] + move.operations
+                    first = int(np.count_nonzero(costs > dearest)) if dearest < math.inf else 0
+                    if first < fit:
+                        sizes = ways.sizes[first:fit] + move.added
+                        arrivals[move.stop][move.then].append(_Arrival(sizes, costs[first:], number, first))
+        settled.append(_settled(arrivals[end]))
+        return self._problem.schedule(self._path(settled)) if settled[end] else None
 
     def _moves_from(self, place: int, held: _Held) -> range:
         """Return the numbers of all moves from a place; they are the same for every limit."""
@@ -151,38 +170,40 @@ class _Solver:
         known = self._from[place, held] = range(first, len(self._moves))
         return known
 
-    def _path(self, arrived: Sequence[Mapping[_Held, Sequence[_Label]]]) -> list[Region]:
+    def _path(self, settled: Sequence[Mapping[_Held, _Ways]]) -> list[Region]:
         """Return the regions on the cheapest way to the end; of equally cheap ones, that which holds least."""
-        (label,) = (labels[-1] for labels in arrived[-1].values())  # nothing crosses the end
-        regions: list[Region] = []
-        while label[2] >= 0:
-            move = self._moves[label[2]]
+        (ways,) = settled[-1].values()  # nothing crosses the end
+        regions, at = list[Region](), -1
+        while ways.moves[at] >= 0:
+            move = self._moves[ways.moves[at]]
             if move.region is not None:
                 regions.append(move.region)
-            label = arrived[move.place][move.held][label[3]]
+            ways, at = settled[move.place][move.held], ways.before[at]
         return regions
 
 
-def _settled(ways: Mapping[_Held, list[_Label]]) -> dict[_Held, list[_Label]]:
-    """Return the labels of a place worth following."""
-    found = {held: _thinned(labels) for held, labels in ways.items() if labels}
+def _settled(arrivals: Mapping[_Held, Sequence[_Arrival]]) -> dict[_Held, _Ways]:
+    """Return the ways to a place worth following."""
+    found = {held: _thinned(each) for held, each in arrivals.items()}
     if len(found) <= _HELD_SETS:
         return found
-    cheap = sorted(found, key=lambda held: (found[held][-1][1], found[held][-1][0], sorted(held)))
-    small = sorted(found, key=lambda held: (found[held][0][0], found[held][0][1], sorted(held)))
+    cheap = sorted(found, key=lambda held: (found[held].costs[-1], found[held].sizes[-1], sorted(held)))
+    small = sorted(found, key=lambda held: (found[held].sizes[0], found[held].costs[0], sorted(held)))
     return {held: found[held] for held in dict.fromkeys((*cheap[: _HELD_SETS // 2], *small[: _HELD_SETS // 2]))}
 
 
-def _thinned(labels: list[_Label]) -> list[_Label]:
-    """Return the labels that no other beats, the smallest first, and of many those that lie furthest apart."""
-    labels.sort()
-    kept: list[_Label] = []
-    for label in labels:
-        if not kept or label[1] < kept[-1][1]:
-            kept.append(label)
-    if len(kept) <= _LABELS:
-        return kept
-    return [kept[round(number * (len(kept) - 1) / (_LABELS - 1))] for number in range(_LABELS)]
+def _thinned(arrivals: Sequence[_Arrival]) -> _Ways:
+    """Return the ways that no other beats, the smallest first, and of many those that lie furthest apart."""
+    sizes, costs = (np.concatenate([getattr(each, name) for each in arrivals]) for name in ("sizes", "costs"))
+    counts = [len(each.sizes) for each in arrivals]
+    moves = np.repeat([each.move for each in arrivals], counts)
+    order = np.lexsort((moves, costs, sizes))
+    cheapest = np.minimum.accumulate(costs[order])
+    kept = order[np.concatenate(([True], costs[order][1:] < cheapest[:-1]))]
+    if len(kept) > _LABELS:
+        kept = kept[np.rint(np.arange(_LABELS) * (len(kept) - 1) / (_LABELS - 1)).astype(np.int64)]
+    shifts = [each.first - start for each, start in zip(arrivals, accumulate(counts, initial=0), strict=False)]
+    return _Ways(sizes[kept], costs[kept], moves[kept], kept + np.repeat(shifts, counts)[kept])
 
 
 def dataflow(problem: Problem) -> nx.DiGraph[int]:

@@ -58,27 +58,27 @@ class _Reader:
         ends = {_given(product, 2, "offs") for product in self.products}
         _expect(len(ends) == 1 and all(isinstance(end, fx.Node) for end in ends))
         (end,) = ends
-        order, chosen, count = self._sorted(end)
+        order, numbers, chosen, count = self._sorted(end)
         rows = _uncast(operands(self.products[0])[0])
         hidden, tokens = operands(_expected(rows, "getitem"))
-        numbers, slots = operands(_expected(tokens, "floor_divide", "floordiv"))
-        _expect(numbers is order and _number(slots) == (shape_of(chosen) or (0,))[-1])
+        divided, slots = operands(_expected(tokens, "floor_divide", "floordiv"))
+        _expect(divided is order and _is_last_size(slots, chosen))
         weighted, weights = self._weighted(order)
-        template = self._template(weighted, count)
-        return GroupedExperts(hidden, chosen, weights, self._sum(weighted, order, slots), template, count)
+        template = self._template(weighted, numbers, count)
+        return GroupedExperts(hidden, chosen, weights, self._sum(weighted, order, chosen), template, count)
 
-    def _sorted(self, ends: fx.Node) -> tuple[fx.Node, fx.Node, int]:
-        """Return the order of sorted pairs, what they are sorted by, and how many experts are counted."""
+    def _sorted(self, ends: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, int]:
+        """Return the order of sorted pairs, their experts, what they are sorted by, and of how many experts."""
         counts = _expected(operands(_expected(ends, "cumsum"))[0], "histc")
-        numbers = _uncast(operands(counts)[0])
-        ranked, first = operands(_expected(numbers, "getitem"))
+        numbers = _expected(_uncast(operands(counts)[0]), "getitem")
+        ranked, first = operands(numbers)
         flat = operands(_expected(ranked, "sort"))
         _expect(first == 0 and len(flat) == 1 and not ranked.kwargs)
         order = next((user for user in ranked.users if operands(user)[1:] == (1,)), None)
         limits, count = (_given(counts, 2, "min"), _given(counts, 3, "max")), _number(_given(counts, 1, "bins"))
         if order is None or count is None or [_number(limit) for limit in limits] != [0, count - 1]:
             raise MatchFailure(_UNKNOWN)
-        return order, self._unfolded(flat[0]), count
+        return order, numbers, self._unfolded(flat[0]), count
 
     def _unfolded(self, flat: Any) -> fx.Node:
         """Return what was made a row: [tokens, k]."""
@@ -97,11 +97,11 @@ class _Reader:
                     return scaled, self._unfolded(operands(node)[0])
         raise MatchFailure(_UNKNOWN)
 
-    def _template(self, weighted: fx.Node, count: int) -> ExpertTemplate:
+    def _template(self, weighted: fx.Node, numbers: fx.Node, count: int) -> ExpertTemplate:
         """Return what is between the rows and their weights."""
         behind = set(reached(self.products, lambda node: node.users))
         output = _only(node for node in weighted.all_input_nodes if node in behind)
-        sources = dict(self._sources(count))
+        sources = dict(self._sources(numbers, count))
         wanted = set(upwards(output)) & {*behind, *sources, *(user for node in sources for user in node.users)}
         wanted |= {user for node in behind & wanted for user in node.users if mutates(user)}
         nodes = [node for node in self.graph.nodes if node in wanted]
@@ -110,16 +110,17 @@ class _Reader:
         first = operands(self.products[0])[0]
         return template_of(Round(none, none, None, None, 1.0, first, output, nodes), {}, self.module, sources, values)
 
-    def _sources(self, count: int) -> Iterator[tuple[fx.Node, tuple[Source, int]]]:
-        """Yield what reads the stacked parameters: themselves, or vectors picked by the experts of pairs."""
+    def _sources(self, numbers: fx.Node, count: int) -> Iterator[tuple[fx.Node, tuple[Source, int]]]:
+        """Yield what reads the stacked parameters: themselves, or vectors picked by the experts of sorted pairs."""
         for node in self.graph.find_nodes(op="get_attr"):
             shape = shape_of(node) or ()
             if len(shape) == 3 and shape[0] == count:
                 yield node, (Slices(node, count), 0)
             elif len(shape) == 2 and shape[0] == count:
-                yield from ((user, (Slices(node, count), 0)) for user in node.users)
+                picks = (user for user in node.users if _name(user) == "getitem" and operands(user)[0] is node)
+                yield from ((pick, (Slices(node, count), 0)) for pick in picks if operands(pick)[1] is numbers)
 
-    def _sum(self, weighted: fx.Node, order: fx.Node, slots: Any) -> fx.Node:
+    def _sum(self, weighted: fx.Node, order: fx.Node, chosen: fx.Node) -> fx.Node:
         """Return the sum over the experts of each token, whose pairs are put in their own order again."""
         back = _only(weighted.users)
         _, places = operands(_expected(back, "getitem"))
@@ -127,7 +128,7 @@ class _Reader:
         folded = _only(back.users)
         shape = operands(_expected(folded, "view", "reshape"))[1:]
         total = _only(folded.users)
-        _expect(len(shape) == 3 and _number(shape[1]) == _number(slots) and _name(total) == "sum")
+        _expect(len(shape) == 3 and _is_last_size(shape[1], chosen) and _name(total) == "sum")
         _expect(_given(total, 1, "dim") == 1 and not total.kwargs.get("keepdim", False))
         return total
 
@@ -171,6 +172,21 @@ def _uncast(node: Any) -> Any:
     while isinstance(node, fx.Node) and _name(node) in ("to", "float", "int"):
         node = operands(node)[0]
     return node
+
+
+def _is_last_size(value: Any, chosen: fx.Node) -> bool:
+    """Say whether a number is written out as how many experts each token has, or read off the choices."""
+    if type(value) is int:
+        return value == (shape_of(chosen) or (0,))[-1]
+    if not isinstance(value, fx.Node):
+        return False
+    if _name(value) == "size":
+        return operands(value)[0] is chosen and _given(value, 1, "dim") in (1, -1)
+    return _name(value) == "getitem" and operands(value)[1] in (1, -1) and _is_shape(operands(value)[0], chosen)
+
+
+def _is_shape(node: Any, of: fx.Node) -> bool:
+    return isinstance(node, fx.Node) and _name(node) in ("shape", "size") and node.args in ((of,), (of, "shape"))
 
 
 def _number(value: Any) -> int | None:

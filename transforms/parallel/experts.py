@@ -16,6 +16,7 @@ from ...passes.sites import Refusal
 from ...runtime.graphs import own, recompile, specializations_of
 from ...runtime.values import qualified
 from ...tracing.program import Program, TensorOwners, TensorReads
+from .counts import why_not_dealt
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -39,8 +40,8 @@ def mixtures_in(program: Program, processes: int) -> tuple[list[dict[str, Any]],
         count = 0 if others else program.model.get_parameter(tensors[0]).shape[0]
         if others:
             refusals.append(Refusal(f"{others[0]} needs the weights of all experts", layer))
-        elif count % processes:
-            refusals.append(Refusal(f"{count} experts do not divide by {processes} processes", layer))
+        elif reason := why_not_dealt(count, "experts", processes):
+            refusals.append(Refusal(reason, layer))
         else:
             found.append({"layer": layer, "reader": reader, "tensors": tensors})
     return found, refusals

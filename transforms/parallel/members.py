@@ -30,6 +30,7 @@ from ...passes.sites import Refusal
 from ...runtime.graphs import copy_graph, own, recompile, specializations_of
 from ...runtime.values import qualified
 from ...tracing.program import Program, TensorReads
+from .counts import why_not_dealt
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -78,10 +79,9 @@ def _is_of_experts(module: nn.Module, node: fx.Node) -> bool:
 
 
 def _reason_against(program: Program, owner: str, stacks: Mapping[str, int], processes: int) -> str:
-    odd = next((count for count in stacks.values() if count % processes), 0)
-    if odd:
-        return f"the {odd} members of an ensemble do not divide by {processes} processes"
-    module = program.module(owner)
+    module, uneven = program.module(owner), (why_not_dealt(n, "members", processes) for n in stacks.values())
+    if reason := next(filter(None, uneven), ""):
+        return reason
     for name in stacks:
         holder, _, last = name.rpartition(".")
         parameter = own_parameters(module.get_submodule(holder)).get(last)

@@ -104,8 +104,8 @@ class Parallel(Pass):
         if needed != world:
             sizes = " x ".join(f"{name}={size}" for name, size in self.sizes.items() if size > 1)
             raise UsageError(
-                f"pass 'parallel': {sizes or 'no size at all'} makes {needed} processes, and there are {world}; give "
-                f"sizes whose product is {world}, or run {launch_command(needed)}"
+                f"pass 'parallel': {sizes or 'no size at all'} makes {needed} process{'es' * (needed > 1)}, and there "
+                f"are {world}; give sizes whose product is {world}, or run {launch_command(needed)}"
             )
         device_type(model, self.name)
         if self._averages:
@@ -115,12 +115,13 @@ class Parallel(Pass):
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         data, details = dict[str, Any](), list[str]()
-        mixtures = yield from self._mixtures(program)
+        mixtures, whole = self._mixtures(program)
+        yield from whole
         if mixtures:
             data["mixtures"] = mixtures
             details.append(f"experts of {len(mixtures)} mixtures dealt to {self._dealt}")
         if self.tensor > 1:
-            data |= yield from self._divided(program, must_find=not mixtures)
+            data |= yield from self._divided(program, whole, must_find=not mixtures)
             words = sum("embeddings" in block for block in data["blocks"])
             blocks, ensembles = len(data["blocks"]) - words, len(data["ensembles"])
             split = {"blocks": blocks, "vocabulary": words, "fused ensembles": ensembles}
@@ -144,10 +145,12 @@ class Parallel(Pass):
         """Return to how many processes experts are dealt."""
         return self.tensor * (self.shard if self.experts else 1)
 
-    def _mixtures(self, program: Program) -> Generator[Refusal, None, list[dict[str, Any]]]:
-        """Return the mixtures whose experts are dealt; UsageError where they are asked for and there are none."""
+    def _mixtures(self, program: Program) -> tuple[list[dict[str, Any]], list[Refusal]]:
+        """Return the mixtures whose experts are dealt, and those that stay whole; UsageError where they are asked for
+        and there are none.
+        """
         if self._dealt == 1:
-            return []
+            return [], []
         mixtures, refusals = mixtures_in(program, self._dealt)
         if self.experts and refusals:
             raise UsageError(f"pass 'parallel': '{refusals[0].at}': {refusals[0].reason}; leave experts out")
@@ -156,10 +159,11 @@ class Parallel(Pass):
                 "pass 'parallel': experts=true, and the model has no experts that fuse_experts computes together; list "
                 "fuse_experts{lowering=loop} before it (listed alone, it says why it refuses), or leave experts out"
             )
-        yield from refusals
-        return mixtures
+        return mixtures, refusals
 
-    def _divided(self, program: Program, *, must_find: bool) -> Generator[Refusal, None, dict[str, Any]]:
+    def _divided(
+        self, program: Program, whole: Sequence[Refusal], *, must_find: bool
+    ) -> Generator[Refusal, None, dict[str, Any]]:
         """Return the layers and ensembles to split over `tensor`; UsageError where there are none."""
         for name, module in program.names.modules.items():
             if isinstance(module, SyncBatchNorm):
@@ -175,12 +179,12 @@ class Parallel(Pass):
                 layers.append(found)
         ensembles, left = ensembles_in(program, self.tensor)
         if self.pipeline > 1:
-            layers, whole = _split_in_stages(layers, ensembles)
-            ensembles, left = [], [*left, *whole]
+            layers, more = _split_in_stages(layers, ensembles)
+            ensembles, left = [], [*left, *more]
         refusals += left
         yield from refusals
         if must_find and not (layers or ensembles):
-            reasons = "".join(f"; '{refusal.at}': {refusal.reason}" for refusal in refusals[:2])
+            reasons = "".join(f"; '{refusal.at}': {refusal.reason}" for refusal in [*whole, *refusals][:2])
             raise UsageError(
                 f"pass 'parallel': tensor={self.tensor}, and no layers can be split; leave tensor out{reasons}"
             )
@@ -195,7 +199,8 @@ class Parallel(Pass):
         require_same_weights(model, self.name)
         kind, sizes = device_type(model, self.name), self.sizes
         mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        prepare(model, site.data.get("blocks", ()), self.tensor)
+        if "blocks" in site.data:
+            prepare(model, site.data["blocks"], mesh["tensor"])
         if self.pipeline == 1:
             units = [[model.get_submodule(name) for name in names] for names in site.data.get("units", ())]
             self._divide(Program(model), site.data, mesh, model, units)

@@ -2,40 +2,99 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import fx, nn
 
 from ...compat import all_modules, own_children, own_parameters
-from ...layers.distributed import COLUMNS, DealtColumns
+from ...layers.distributed import COLUMNS, DealtColumns, Share, SplitColumns
 from ...passes.driver import make_root
 from ...passes.rewriting import holds_inputs_first
-from ...runtime.graphs import own, recompile
+from ...runtime.graphs import own, recompile, specializations_of
 from ...runtime.record import record_of
 from ...runtime.state import Deal, StateMap, StateStep
-from ...runtime.values import qualified
+from ...runtime.values import qualified, user_class
 
-__all__ = ["prepare", "run_from_graphs", "write_number"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["become", "prepare", "run_from_graphs", "write_number"]
 
 _LOST = "tensor_parallel split its layers, and the original forward has the sizes of the whole model"
 
 
-def prepare(model: nn.Module, blocks: Sequence[Mapping[str, Any]], processes: int) -> None:
-    """Make the model ready for `blocks` to be split: from then on it is right only with a share of each."""
-    steps: list[StateStep] = []
+def prepare(model: nn.Module, blocks: Sequence[Mapping[str, Any]], mesh: DeviceMesh) -> None:
+    """Make the model ready for `blocks` to be split over a mesh: then it is right only with a share of each."""
+    steps, callers = list[StateStep](), _callers(model)
+    asking = [(block, caller) for block in blocks if (caller := _one_caller(model, block, callers)) is not None]
     for block in blocks:
         for name, sizes in block.get("sections", {}).items():
-            steps += _dealt(model, name, sizes, processes)
+            steps += _dealt(model, name, sizes, mesh.size())
     record = record_of(model)
     if steps and record is not None:
         make_root(model, record.changed(record.plan, record.state_map.compose(StateMap(tuple(steps)))))
     numbers: dict[str, dict[str, dict[str, Any]]] = {}
-    for owner, graphs in ((owner, graphs) for block in blocks for owner, graphs in block.get("numbers", {}).items()):
-        for number, nodes in graphs.items():
-            numbers.setdefault(owner, {}).setdefault(number, {}).update(nodes)
+    only_whole = set[str]()
+    for block in blocks:
+        for owner, graphs in block.get("numbers", {}).items():
+            for number, nodes in graphs.items():
+                numbers.setdefault(owner, {}).setdefault(number, {}).update(nodes)
+            if not any(block is each for each, _ in asking):
+                only_whole.add(owner)
     for owner, graphs in numbers.items():
-        _write_numbers(model.get_submodule(owner), {int(number): nodes for number, nodes in graphs.items()})
+        lost = _LOST if owner in only_whole else ""
+        _write_numbers(model.get_submodule(owner), {int(number): nodes for number, nodes in graphs.items()}, lost)
+    for block, caller in asking:
+        _ask_for_parts(caller, [model.get_submodule(name) for name in block["columns"]], mesh)
+
+
+def _callers(model: nn.Module) -> Mapping[nn.Module, set[nn.Module]]:
+    """Return, by module, those whose graphs call it."""
+    found = defaultdict[nn.Module, set[nn.Module]](set)
+    for module in all_modules(model):
+        for graph in (each.graph for each in specializations_of(module)):
+            for call in graph.find_nodes(op="call_module"):
+                found[module.get_submodule(str(call.target))].add(module)
+    return found
+
+
+def _one_caller(
+    model: nn.Module, block: Mapping[str, Any], callers: Mapping[nn.Module, set[nn.Module]]
+) -> nn.Module | None:
+    """Return the module that calls a block's first layers and whose numbers alone are others for a part, if there is
+    one: its own forward is right with all outputs, as no graph behind it counts parts.
+    """
+    layers = [model.get_submodule(name) for name in block["columns"]]
+    owners = {model.get_submodule(owner) for owner in block.get("numbers", ())}
+    in_sections = block.get("sections", ())
+    are_known = all(
+        name in in_sections or user_class(type(layer)) is nn.Linear
+        for name, layer in zip(block["columns"], layers, strict=True)
+    )
+    is_one = len(owners) == 1 and all(callers[layer] == owners for layer in layers)
+    return next(iter(owners)) if are_known and is_one else None
+
+
+def _ask_for_parts(caller: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+    """Let layers give all outputs to who does not ask for a part, as the graphs of a module do."""
+    for layer in layers:
+        if isinstance(layer, DealtColumns):
+            layer.mesh = mesh
+        else:
+            become(layer, SplitColumns, Share(mesh, cast("nn.Linear", layer).out_features))
+    for graph in (each.graph for each in own(caller).specializations):
+        for call in graph.find_nodes(op="call_module"):
+            if caller.get_submodule(str(call.target)) in layers:
+                call.kwargs = {**call.kwargs, "part": True}
+    recompile(caller)
+
+
+def become(module: nn.Module, kind: type[nn.Module], share: Share) -> None:
+    """Let a module be one of whose tensors each process has a share."""
+    object.__setattr__(module, "__class__", kind)
+    vars(module)["share"] = share
 
 
 def _dealt(model: nn.Module, name: str, sizes: Sequence[int], processes: int) -> list[StateStep]:
@@ -52,7 +111,7 @@ def _dealt(model: nn.Module, name: str, sizes: Sequence[int], processes: int) ->
         own_parameters(layer)[last] = made = nn.Parameter(values, parameter.requires_grad)
         vars(made).update(vars(parameter))
         steps.append(step)
-    dealt = DealtColumns(layer).train(layer.training)
+    dealt = DealtColumns(layer, sizes).train(layer.training)
     for holder in all_modules(model):
         for last, child in own_children(holder).items():
             if child is layer and holder is not dealt:
@@ -60,7 +119,7 @@ def _dealt(model: nn.Module, name: str, sizes: Sequence[int], processes: int) ->
     return steps
 
 
-def _write_numbers(owner: nn.Module, graphs: Mapping[int, Mapping[str, Sequence[Sequence[Any]]]]) -> None:
+def _write_numbers(owner: nn.Module, graphs: Mapping[int, Mapping[str, Sequence[Sequence[Any]]]], lost: str) -> None:
     """Let a module's graphs have other numbers; its own forward has those of the whole model."""
     capture = own(owner)
     for number, changes in graphs.items():
@@ -68,7 +127,7 @@ def _write_numbers(owner: nn.Module, graphs: Mapping[int, Mapping[str, Sequence[
         for name, every in changes.items():
             for *path, value in every:
                 write_number(nodes[name], path, value)
-    run_from_graphs(owner, _LOST)
+    run_from_graphs(owner, lost)
 
 
 def run_from_graphs(owner: nn.Module, lost: str = "") -> None:

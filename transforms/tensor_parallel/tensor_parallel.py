@@ -300,7 +300,7 @@ class TensorParallel(Pass):
     def finalize(self, model: nn.Module, sites: Sequence[Site]) -> nn.Module:
         blocks = [site.data for site in sites]
         mesh = mesh_of_same_weights(model, self.name)
-        prepare(model, blocks, mesh.size())
+        prepare(model, blocks, mesh)
         self.split(Program(model), blocks, mesh)
         return model
 

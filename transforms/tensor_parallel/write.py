@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from ...compat import own_children, own_parameters
 from ...errors import InputError
-from ...layers.distributed import COLUMNS, replicate_parameters
-from ...passes.rewriting import holds_inputs_first
+from ...layers.distributed import COLUMNS, SameRows, own_share, replicate_parameters
+from ...passes.rewriting import holds_inputs_first, layer_of
 from ...runtime.graphs import specializations_of
 from ...runtime.values import qualified
 from ...tracing.program import Program, TensorReads
@@ -45,11 +45,15 @@ def split(
     vocabularies = [(block, places_of(program, block["embeddings"][0])) for block in blocks if "embeddings" in block]
     for name in plan:
         here[name].register_forward_pre_hook(_refuse_empty)
+    for name in (name for block in blocks for name in block["rows"] if name in here):
+        here[name].register_forward_pre_hook(partial(_take_share, mesh, _inputs(here[name])))
     # Every process has the whole weights: nothing needs to be sent.
     if plan:
         parallelize_module(model, mesh, plan, src_data_rank=None)
     for block, places in vocabularies:
         split_vocabulary(program, block, places, mesh)
+    if not around:
+        model.register_forward_pre_hook(SameRows(mesh), with_kwargs=True)
     replicate_parameters(model, mesh, lambda parameter: (*around, *readers[parameter]))
 
 
@@ -61,6 +65,17 @@ def _refuse_empty(_: nn.Module, args: tuple[Any, ...]) -> None:
             f"a layer that is split over processes gets {list(x.shape)}, without rows, which torch cannot split; "
             "leave such batches out, on all processes"
         )
+
+
+def _inputs(module: nn.Module) -> int:
+    layer = layer_of(module)
+    return 0 if layer is None else layer.channels[0]
+
+
+def _take_share(mesh: DeviceMesh, inputs: int, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Let a layer that is split by inputs take its share where code that no graph is for gives it all of them."""
+    x = args[0] if args else None
+    return (own_share(x, mesh), *args[1:]) if isinstance(x, Tensor) and x.shape[-1] == inputs else args
 
 
 def _readers(program: Program) -> Mapping[nn.Parameter, Sequence[nn.Module]]:

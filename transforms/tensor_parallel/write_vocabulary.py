@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ...compat import all_modules, own_parameters
-from ...layers.distributed import GatheredLogits, Share, SplitCrossEntropy, SplitEmbedding, SplitHead
+from ...layers.distributed import GatheredLogits, Share, SplitColumns, SplitCrossEntropy, SplitEmbedding
 from ...runtime.graphs import own
 from ...tracing.program import Program
-from .prepare import run_from_graphs, write_number
+from .prepare import become, run_from_graphs, write_number
 
 __all__ = ["Places", "places_of", "split_vocabulary"]
 
@@ -49,17 +49,12 @@ def split_vocabulary(program: Program, block: Mapping[str, Any], places: Places,
     for module, last in places:
         own_parameters(module)[last] = split
     for module in embeddings:
-        _become(module, SplitEmbedding, share)
+        become(module, SplitEmbedding, share)
     heads = [program.module(name) for name in block["columns"]]
     for module in heads:
-        _become(module, SplitHead, share)
+        become(module, SplitColumns, share)
     for owner, graphs in block["logits"].items():
         _follow(program.module(owner), graphs, heads, share)
-
-
-def _become(module: nn.Module, kind: type[nn.Module], share: Share) -> None:
-    object.__setattr__(module, "__class__", kind)
-    vars(module)["share"] = share
 
 
 def _follow(

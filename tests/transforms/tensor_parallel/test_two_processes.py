@@ -131,6 +131,65 @@ def on_rank_vocabulary() -> dict[str, Any]:
     return found
 
 
+def language(**options: Any) -> nn.Module:
+    """Return a GPT-2, whose code writes numbers of outputs and keeps keys and values in a cache."""
+    import transformers as tf
+
+    torch.manual_seed(4)
+    config = tf.GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, n_positions=32, vocab_size=64, bos_token_id=1, eos_token_id=2, **options
+    )
+    model = tf.GPT2LMHeadModel(config).double().eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def on_rank_cache() -> dict[str, Any]:
+    """Calls that no graph fits, since they have a cache: one given to `generate`, and one that goes on by hand."""
+    warnings.simplefilter("ignore")
+    found, ids = dict[str, Any](), torch.randint(3, 64, (2, 7))
+    asked: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    asked |= {"output_logits": True, "return_dict_in_generate": True}
+    for passes in ("tensor_parallel", "parallel{tensor=2}"):
+        model = language()
+        inputs = {"input_ids": ids, "use_cache": False}
+        fast = fxopt.optimize(model, passes, example_inputs=inputs, measure=False)
+        with torch.no_grad():
+            written, wanted = (each.generate(ids, **asked) for each in (fast, model))
+            errors = [gap(*logits) for logits in zip(written.logits, wanted.logits, strict=True)]
+            states = [each(ids[:, :5], use_cache=True) for each in (fast, model)]
+            after = [
+                each(ids[:, 5:], past_key_values=state.past_key_values).logits
+                for each, state in zip((fast, model), states, strict=True)
+            ]
+            errors += [gap(states[0].logits, states[1].logits), gap(*after)]
+        for each in (fast, model):
+            each(ids, use_cache=True).logits.square().mean().backward()
+        errors.append(apart(by_old_names(fast, gradients(fast)), gradients(model)))
+        found[passes] = errors, torch.equal(written.sequences, wanted.sequences), len(sections(fast))
+    return found
+
+
+def sections(fast: nn.Module) -> list[str]:
+    """Return the layers of several parts, of which each process has a share."""
+    data = (d.site["data"] for d in fxopt.plan(fast).decisions if d.status == "applied")
+    blocks = (block for each in data for block in each.get("blocks", [each]))
+    return [name for block in blocks for name in block.get("sections", ())]
+
+
+def on_rank_other_rows() -> list[str]:
+    """Batches of other sizes and of other values, an empty one, and then the same rows again."""
+    torch.manual_seed(5)
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(6, 4)
+    rank, found = distributed.get_rank(), list[str]()
+    for passes in ("tensor_parallel", "parallel{tensor=2}"):
+        fast = fxopt.optimize(model, passes, example_inputs=x)
+        for rows in (x[rank:], x * (1 + rank), x[: 6 * rank], x):
+            found.append(said(lambda fast=fast, rows=rows: fast(rows).sum().backward()))
+    return found
+
+
 def on_rank_other_weights() -> str:
     torch.manual_seed(distributed.get_rank())
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
@@ -173,6 +232,23 @@ def test_a_vocabulary_has_the_loss_and_the_gradients_of_one_process(of_ranks: li
             assert str(is_one) == tied
             assert out_of_range == "IndexError: index out of range: the vocabulary has 65 words"
             assert "InputError: a layer that is split over processes gets [0, 5, 16], without rows" in empty
+
+
+def test_calls_with_a_cache_have_the_logits_of_one_process(of_ranks: list[dict[str, Any]]) -> None:
+    for each in of_ranks:
+        for errors, is_equal, fused in each["cache"].values():
+            assert max(errors) < 1e-12 and is_equal
+            assert fused == 2
+
+
+def test_processes_with_other_rows_are_refused(of_ranks: list[dict[str, Any]]) -> None:
+    refused = (
+        "UsageError: rank 1 was given other rows than rank 0, and both compute parts of the same layers; give them"
+    )
+    for each in of_ranks:
+        for *wrong, right in (each["other_rows"][:4], each["other_rows"][4:]):
+            assert all(text.startswith(refused) for text in wrong)
+            assert right == "nothing was raised"
 
 
 def test_processes_with_other_weights_are_refused(of_ranks: list[dict[str, Any]]) -> None:
