@@ -204,7 +204,7 @@ class Converted:
         clock = time.thread_time if key[0] == 1 else time.process_time
         rounds = range(min(_ROUNDS, max(_FEWEST, int(_SECONDS / seconds))))
         both = [[_seconds_of(clock, each, self.example) for each in (session, general)] for _ in rounds]
-        took, before = map(min, zip(*both, strict=True))
+        took, before = (min(seconds[place] for seconds in both) for place in range(2))
         return session if took <= (_GAINS_OF_SMALL if self.is_small else _GAINS) * before else None
 
     def move_to(self, tensors: Sequence[Tensor]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -118,7 +119,7 @@ class Tuner:
             return
         with self.context.budget.spending(Stage.TIMING):
             for site in group.sites:
-                self.supervised(pass_, lambda: f"site {group.key}", lambda site=site: pass_.settle(site))
+                self.supervised(pass_, lambda: f"site {group.key}", partial(pass_.settle, site))
 
     def _written(self, comparison: Comparison, group: Group) -> Candidate:
         """Write a group, without the sites that cannot be; it stands in the program, unless that is none."""

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 import fxopt
 from fxopt import Cause
-from fxopt.layers.delegated.conversion import Converted
+from fxopt.layers.delegated import DelegatedRegion
 from fxopt.passes import timing
 from fxopt.passes.timing import Timings
 from fxopt.transforms.delegate import find
@@ -78,7 +78,7 @@ def test_each_engine_is_converted_once_and_only_the_one_that_stands_gets_more_ti
     engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("onnxruntime")
-    converted, settled, settle = list[str](), list[str](), Converted.settle
+    converted, settled, settle = list[str](), list[str](), DelegatedRegion.settle
     for name in ("openvino", "onnxruntime"):
         kind = type(engine_named(name))
 
@@ -88,11 +88,11 @@ def test_each_engine_is_converted_once_and_only_the_one_that_stands_gets_more_ti
 
         monkeypatch.setattr(kind, "compile", counted)
 
-    def noted(held: Converted) -> bool:
-        settled.append(held.compile.engine.name)
-        return settle(held)
+    def noted(region: DelegatedRegion) -> None:
+        settled.append(region.engine)
+        settle(region)
 
-    monkeypatch.setattr(Converted, "settle", noted)
+    monkeypatch.setattr(DelegatedRegion, "settle", noted)
     costs = {"before": 3.0, "onnxruntime": 2.0}
     monkeypatch.setattr(
         timing, "time_candidates", lambda them, **_: Timings([{name: costs.get(name, 1.0) for name in them}] * 9)
