@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..errors import UsageError
+from ..passes.sites import Cause
 from .demands import QUANTITIES
 from .points import Aim, Point
 from .space import PRESET, Choice, Space, can_be, key_of
@@ -18,6 +19,8 @@ _MORE_SPEED, _LESS_LOSS = 0.75, 0.5
 """A prediction may be wrong by so much: the objective may be a quarter better, and half as much may be lost."""
 _MEASURED = ("latency", "throughput", "training_step", "memory", "size")
 """Figures of which changes multiply."""
+_OPEN = ("whole_model", "budget")
+"""Stages of a run whose decisions say little of other pipelines."""
 _FAR = 3.0
 """What loses so many times what is allowed loses too much beside anything else."""
 _BEYOND = 10.0
@@ -177,6 +180,8 @@ def _measured_as(point: Point) -> int:
 
 
 def _is_undone(point: Point, name: str) -> bool:
-    """Say whether a pass rewrote something that a later one did better without: beside others it may stand."""
+    """Say whether a pass rewrote something that only a race of whole models undid, or for which no time was left:
+    beside others it may stand.
+    """
     decisions = () if point.plan is None else point.plan.decisions
-    return any(each.status == "undone" and each.pass_name == name for each in decisions)
+    return any(each.pass_name == name and each.cause and Cause(each.cause).stage in _OPEN for each in decisions)

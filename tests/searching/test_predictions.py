@@ -83,9 +83,15 @@ def test_a_pass_that_rewrites_nothing_alone_is_predicted_to_rewrite_nothing():
     assert predictions.same_as({**START, "quantize": idle, "prune": PRUNED}) == {**START, "prune": PRUNED}
     assert predictions.same_as({**START, "quantize": STATIC}) is None
     assert predictions.same_as({**START, "prune": PRUNED}) is None
-    undone = Decision(0, "quantize", "layer", "undone", reason="the engine is faster")
-    raced = replace(point(8, 1.0, quantize=idle), number=5, repeats=0, plan=Plan((idle,), "eval", (undone,)))
-    assert learned(point(8, 1.0), raced).same_as({**START, "quantize": idle, "prune": PRUNED}) is None
+    for cause, is_idle in (
+        ("whole_model.faster_without", False),
+        ("budget.not_timed", False),
+        ("final_check.differs", True),
+    ):
+        undone = Decision(0, "quantize", "layer", "undone", cause=cause)
+        raced = replace(point(8, 1.0, quantize=idle), number=5, repeats=0, plan=Plan((idle,), "eval", (undone,)))
+        found = learned(point(8, 1.0), raced).same_as({**START, "quantize": idle, "prune": PRUNED})
+        assert (found is not None) is is_idle
     other = learned(point(8, 1.0), replace(point(4, 1.0, quantize=idle), number=5))
     assert other.same_as({**START, "quantize": idle, "prune": PRUNED}) is None
 
