@@ -14,9 +14,10 @@ from ...runtime.guards import require
 from ...runtime.values import is_leaf, qualified, user_class
 from ...tracing.program import Program
 from .forward import Forward, Unit, traced_forward
+from .orders import as_run, reordered
 from .problem import Problem, Region, Schedule
 from .recomputation import counts
-from .solver import as_run, front, frontier, reordered
+from .solver import front, frontier
 
 __all__ = ["Choice", "Choices", "Search", "Stretch", "choices"]
 

@@ -1,21 +1,19 @@
-"""Choose what is run again: the cheapest schedules for less and less memory, in the forward's order and others."""
+"""Choose what is run again: the cheapest schedules for less and less memory."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, groupby, pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
-import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from .forward import Forward, Unit
-from .problem import Problem, Recomputed, Region, Schedule, Step
+from .problem import Problem, Recomputed, Region, Schedule
 
-__all__ = ["as_run", "depth_first", "front", "frontier", "reordered"]
+__all__ = ["front", "frontier"]
 
 _LABELS = 48
 """So many ways of reaching a place, of different memory and cost, are followed further."""
@@ -35,6 +33,7 @@ _ROUNDED = 1 + 1e-9
 """Sums of costs differ by at most this factor where they are added in another order."""
 
 _Held = frozenset[int]
+_NOTHING: _Held = frozenset()
 
 
 def frontier(problem: Problem) -> list[Schedule]:
@@ -98,14 +97,19 @@ class _Ways:
     before: _Numbers  # which of the ways to where these start they follow
 
 
-@dataclass(frozen=True, eq=False)
-class _Arrival:
-    """What one move makes of neighbouring ways to where it starts."""
+_Arrival = tuple[_Ways, int, int, int]
+"""Neighbouring ways to where a move starts, from one number to before another, and the number of the move."""
 
-    sizes: _Numbers
-    costs: NDArray[np.float64]
-    move: int
+
+@dataclass(frozen=True, eq=False)
+class _Moves:
+    """All moves from a place and what is held there, each with what it does to a way."""
+
     first: int  # the number of the first of them
+    targets: Sequence[tuple[int, _Held]]  # where each ends, and what is held there
+    added: _Numbers
+    needed: _Numbers
+    operations: NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -132,31 +136,28 @@ class _Solver:
         for region in dict.fromkeys(problem.spans):
             self._regions[region.start].append((region, problem.recomputed(region)))
         self._moves: list[_Move] = []
-        self._from: dict[tuple[int, _Held], range] = {}
+        self._from: dict[tuple[int, _Held], _Moves] = {}
 
     def solve(self, limit: int, dearest: float = math.inf) -> Schedule | None:
         """Return the cheapest schedule that holds no more than `limit` bytes at once and costs no more, or None."""
-        end, most = len(self._problem.steps), limit + self._problem.room
+        end = len(self._problem.steps)
         arrivals: list[dict[_Held, list[_Arrival]]] = [defaultdict(list) for _ in range(end + 1)]
-        arrivals[0][frozenset()].append(_Arrival(np.zeros(1, np.int64), np.zeros(1), -1, -1))
-        settled = list[dict[_Held, _Ways]]()
+        settled = [{_NOTHING: _Ways(np.zeros(1, np.int64), np.zeros(1), np.full(1, -1), np.full(1, -1))}]
         for place in range(end):
-            settled.append(_settled(arrivals[place]))
-            arrivals[place].clear()
             for held, ways in settled[place].items():
-                for number in self._moves_from(place, held):
-                    move = self._moves[number]
-                    fit = int(ways.sizes.searchsorted(min(most - move.needed, limit - move.added), "right"))
-                    costs = ways.costs[:fit] + move.operations
-                    first = int(np.count_nonzero(costs > dearest)) if dearest < math.inf else 0
-                    if first < fit:
-                        sizes = ways.sizes[first:fit] + move.added
-                        arrivals[move.stop][move.then].append(_Arrival(sizes, costs[first:], number, first))
-        settled.append(_settled(arrivals[end]))
+                moves = self._moves_from(place, held)
+                most = np.minimum(limit + self._problem.room - moves.needed, limit - moves.added)
+                stops = ways.sizes.searchsorted(most, "right").tolist()
+                starts = (len(ways.costs) - ways.costs[::-1].searchsorted(dearest - moves.operations, "right")).tolist()
+                for number, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+                    if start < stop:
+                        to, then = moves.targets[number]
+                        arrivals[to][then].append((ways, start, stop, moves.first + number))
+            settled.append(self._settled(arrivals[place + 1]))
         return self._problem.schedule(self._path(settled)) if settled[end] else None
 
-    def _moves_from(self, place: int, held: _Held) -> range:
-        """Return the numbers of all moves from a place; they are the same for every limit."""
+    def _moves_from(self, place: int, held: _Held) -> _Moves:
+        """Return all moves from a place; they are the same for every limit."""
         known = self._from.get((place, held))
         if known is not None:
             return known
@@ -167,7 +168,11 @@ class _Solver:
             added = self._problem.bytes_of(again.keeps - held)
             needed = added + again.needs
             self._moves.append(_Move(place, held, region, stop, then, added, needed, again.operations))
-        known = self._from[place, held] = range(first, len(self._moves))
+        made = self._moves[first:]
+        known = self._from[place, held] = _Moves(
+            first, [(move.stop, move.then) for move in made], np.array([move.added for move in made]),
+            np.array([move.needed for move in made]), np.array([move.operations for move in made]),
+        )  # fmt: skip
         return known
 
     def _path(self, settled: Sequence[Mapping[_Held, _Ways]]) -> list[Region]:
@@ -181,121 +186,45 @@ class _Solver:
             ways, at = settled[move.place][move.held], ways.before[at]
         return regions
 
+    def _settled(self, arrivals: Mapping[_Held, Sequence[_Arrival]]) -> dict[_Held, _Ways]:
+        """Return the ways to a place worth following."""
+        found = self._thinned(arrivals) if arrivals else {}
+        if len(found) <= _HELD_SETS:
+            return found
+        cheap = sorted(found, key=lambda held: (found[held].costs[-1], found[held].sizes[-1], sorted(held)))
+        small = sorted(found, key=lambda held: (found[held].sizes[0], found[held].costs[0], sorted(held)))
+        return {held: found[held] for held in dict.fromkeys((*cheap[: _HELD_SETS // 2], *small[: _HELD_SETS // 2]))}
 
-def _settled(arrivals: Mapping[_Held, Sequence[_Arrival]]) -> dict[_Held, _Ways]:
-    """Return the ways to a place worth following."""
-    found = {held: _thinned(each) for held, each in arrivals.items()}
-    if len(found) <= _HELD_SETS:
-        return found
-    cheap = sorted(found, key=lambda held: (found[held].costs[-1], found[held].sizes[-1], sorted(held)))
-    small = sorted(found, key=lambda held: (found[held].sizes[0], found[held].costs[0], sorted(held)))
-    return {held: found[held] for held in dict.fromkeys((*cheap[: _HELD_SETS // 2], *small[: _HELD_SETS // 2]))}
-
-
-def _thinned(arrivals: Sequence[_Arrival]) -> _Ways:
-    """Return the ways that no other beats, the smallest first, and of many those that lie furthest apart."""
-    sizes, costs = (np.concatenate([getattr(each, name) for each in arrivals]) for name in ("sizes", "costs"))
-    counts = [len(each.sizes) for each in arrivals]
-    moves = np.repeat([each.move for each in arrivals], counts)
-    order = np.lexsort((moves, costs, sizes))
-    cheapest = np.minimum.accumulate(costs[order])
-    kept = order[np.concatenate(([True], costs[order][1:] < cheapest[:-1]))]
-    if len(kept) > _LABELS:
-        kept = kept[np.rint(np.arange(_LABELS) * (len(kept) - 1) / (_LABELS - 1)).astype(np.int64)]
-    shifts = [each.first - start for each, start in zip(arrivals, accumulate(counts, initial=0), strict=False)]
-    return _Ways(sizes[kept], costs[kept], moves[kept], kept + np.repeat(shifts, counts)[kept])
-
-
-def dataflow(problem: Problem) -> nx.DiGraph[int]:
-    """Return which steps read what others make."""
-    graph: nx.DiGraph[int] = nx.DiGraph()
-    graph.add_nodes_from(range(len(problem.steps)))
-    graph.add_edges_from(problem.flow)
-    return graph
-
-
-def depth_first(graph: nx.DiGraph[int]) -> list[int]:
-    """Return a topological order in which each branch is run as one, right before what joins it with others."""
-    missing: dict[int, int] = dict(graph.out_degree())
-    ready = sorted(node for node, count in missing.items() if not count)
-    order: list[int] = []
-    while ready:
-        node = ready.pop()
-        order.append(node)
-        following: list[int] = []
-        for source in graph.predecessors(node):
-            missing[source] -= 1
-            following += [] if missing[source] else [source]
-        ready += sorted(following)
-    return order[::-1]
+    def _thinned(self, arrivals: Mapping[_Held, Sequence[_Arrival]]) -> dict[_Held, _Ways]:
+        """Return by what is held the ways that no other beats, the smallest first; of many those furthest apart."""
+        every = [arrival for each in arrivals.values() for arrival in each]
+        counts = [stop - start for _, start, stop, _ in every]
+        numbers = np.array([number for *_, number in every])
+        moves = [self._moves[number] for *_, number in every]
+        sizes = np.concatenate([ways.sizes[start:stop] for ways, start, stop, _ in every])
+        costs = np.concatenate([ways.costs[start:stop] for ways, start, stop, _ in every])
+        sizes += np.repeat([move.added for move in moves], counts)
+        costs += np.repeat([move.operations for move in moves], counts)
+        of = np.repeat(np.arange(len(every)), counts)
+        group = np.repeat(np.arange(len(arrivals)), [len(each) for each in arrivals.values()])[of]
+        order = np.lexsort((numbers[of], costs, sizes, group))
+        # The least cost before, group by group: those of a later group are all made smaller than those of an earlier.
+        rank = np.unique(costs, return_inverse=True)[1][order] - group[order] * len(order)
+        is_kept = np.ones(len(order), bool)
+        is_kept[1:] = rank[1:] < np.minimum.accumulate(rank)[:-1]
+        order = order[is_kept]
+        starts = np.array([start for _, start, _, _ in every]) - np.cumsum(counts) + counts
+        sizes, costs, before, of = sizes[order], costs[order], order + starts[of[order]], numbers[of[order]]
+        ends = np.searchsorted(group[order], np.arange(len(arrivals) + 1)).tolist()
+        chosen = (_spread(first, end) for first, end in pairwise(ends))
+        return {
+            held: _Ways(sizes[each], costs[each], of[each], before[each])
+            for held, each in zip(arrivals, chosen, strict=True)
+        }
 
 
-def as_run(problem: Problem, chosen: Sequence[tuple[frozenset[int], bool]]) -> Schedule | None:
-    """Return what is to be expected of regions of any steps; None if they cannot run one after another."""
-    # A region runs where the last of its steps did, what reads it behind it, all else in its place.
-    home = {step: number for number, (steps, _) in enumerate(chosen) for step in steps}
-    count = len(chosen)
-    places = [home.get(step, count + step) for step in range(len(problem.steps))]
-    joined: nx.DiGraph[int] = nx.DiGraph()
-    joined.add_nodes_from(places)
-    joined.add_edges_from((places[a], places[b]) for a, b in problem.flow if places[a] != places[b])
-    if not nx.is_directed_acyclic_graph(joined):
-        return None
-    last = {place: step for step, place in enumerate(places)}
-    order: list[Step] = []
-    regions: list[Region] = []
-    for place in nx.lexicographical_topological_sort(joined, key=last.__getitem__):
-        members = sorted(chosen[place][0]) if place < count else [place - count]
-        if place < count:
-            regions.append(Region(len(order), len(order) + len(members), chosen[place][1]))
-        order += [problem.steps[step] for step in members]
-    return replace(problem, steps=order, spans=()).schedule(regions)
-
-
-def reordered(forward: Forward, repeats: Callable[[Unit], bool]) -> tuple[Forward, list[int]]:
-    """Return a forward in which each branch is finished before the next begins, and the old numbers of its steps."""
-    mover = _Mover(forward, repeats)
-    units = mover.moved(forward.units)
-    if sorted(mover.order) != list(range(len(forward.steps))):  # something ran that is of no node
-        return forward, list(range(len(forward.steps)))
-    new = {old: number for number, old in enumerate(mover.order)}
-    written = defaultdict[int, list[int]](list)
-    written.update({memory: [new[step] for step in steps] for memory, steps in forward.written.items()})
-    touched = [forward.touched[old] for old in mover.order]
-    steps = [forward.steps[old] for old in mover.order]
-    random = {new[step] for step in forward.random}
-    return replace(forward, units=units, steps=steps, touched=touched, written=written, random=random), mover.order
-
-
-class _Mover:
-    """Move the units of every graph."""
-
-    def __init__(self, forward: Forward, repeats: Callable[[Unit], bool]) -> None:
-        self.order: list[int] = []
-        self._repeats, self._random = repeats, forward.random
-        self._writers = {step for steps in forward.written.values() for step in steps}
-
-    def moved(self, units: Sequence[Unit]) -> list[Unit]:
-        """Return the units of one call, moved, with their new places."""
-        found: list[Unit] = []
-        alone = {u.node for u in units if self._repeats(u) and self._writers.isdisjoint(range(u.start, u.stop))}
-        for free, group in groupby(units, lambda unit: unit.node in alone):
-            for unit in _depth_first(list(group), self._random) if free else group:
-                start = len(self.order)
-                inside = self.moved(unit.inside)
-                self.order += () if inside else range(unit.start, unit.stop)
-                found.append(replace(unit, start=start, stop=len(self.order), inside=inside))
-        return found
-
-
-def _depth_first(units: list[Unit], random: set[int]) -> list[Unit]:
-    """Return units of one graph, each branch of what they give as one."""
-    number = {unit.node: position for position, unit in enumerate(units)}
-    flow: nx.DiGraph[int] = nx.DiGraph()
-    flow.add_nodes_from(range(len(units)))
-    flow.add_edges_from(
-        (number[node], number[u.node]) for u in units for node in u.node.all_input_nodes if node in number
-    )
-    drawing = [number[unit.node] for unit in units if not random.isdisjoint(range(unit.start, unit.stop))]
-    flow.add_edges_from(pairwise(drawing))
-    return [units[position] for position in depth_first(flow)]
+def _spread(first: int, end: int) -> slice | _Numbers:
+    """Return the numbers of the ways to follow of neighbouring ones."""
+    if end - first <= _LABELS:
+        return slice(first, end)
+    return first + np.rint(np.arange(_LABELS) * (end - first - 1) / (_LABELS - 1)).astype(np.int64)

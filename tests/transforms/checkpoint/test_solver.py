@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from fxopt.transforms.checkpoint.orders import as_run, dataflow, depth_first
 from fxopt.transforms.checkpoint.problem import Problem, Region, Schedule, Step
-from fxopt.transforms.checkpoint.solver import as_run, dataflow, depth_first, front, frontier
+from fxopt.transforms.checkpoint.solver import front, frontier
 
 
 def problem(seed: int, count: int, *, chain: bool) -> Problem:
