@@ -11,11 +11,11 @@ from support.engines import X, delegated, linears, one_engine, openvino_only, re
 from torch import Tensor, fx, nn
 
 import fxopt
-from fxopt.layers.delegated import DelegatedRegion
 from fxopt.passes import timing
 from fxopt.passes.timing import Timings
 from fxopt.transforms.delegate import find
 from fxopt.transforms.delegate.delegate import engine_named
+from fxopt.transforms.delegate.write import DelegatedRegion
 
 
 class Checked(nn.Module):
