@@ -12,11 +12,11 @@ from torch import Tensor, fx, nn
 
 import fxopt
 from fxopt import Cause
-from fxopt.layers.delegated import DelegatedRegion
 from fxopt.passes import timing
 from fxopt.passes.timing import Timings
 from fxopt.transforms.delegate import find
 from fxopt.transforms.delegate.delegate import engine_named
+from fxopt.transforms.delegate.write import DelegatedRegion
 
 
 class Checked(nn.Module):
