@@ -325,7 +325,8 @@ class TiedStaticLinear(TiedInt8Linear):
 
     def product(self, x: Tensor) -> Tensor:
         """Compute with the kernel; the result has the type of the input."""
-        return self.computation(x, *self.packing.of(self._held, self.weight), self.bias)
+        values, scales = self.packing.of(self._held, self.weight)
+        return self.computation(x, values, scales, self.bias)
 
     def _held(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         return quantized(weight.detach(), static_format(), self.group)
