@@ -1,4 +1,6 @@
-"""The private names of torch that tell what exported programs hold, load them, and let the ONNX exporter be quiet."""
+"""The private names of torch that tell what exported programs hold, load them, let the ONNX exporter be quiet, and
+simplify what TorchScript traced.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch.fx import Graph
 
-__all__ = ["ONNX_EXPORTER", "batches_by_vmap", "load_exported_program", "onnx_log_off"]
+__all__ = ["ONNX_EXPORTER", "batches_by_vmap", "load_exported_program", "onnx_log_off", "without_repetitions"]
 
 ONNX_EXPORTER = "torch.onnx._internal.exporter"
 """The logger of the exporter of exported programs."""
@@ -47,6 +49,14 @@ def onnx_log_off() -> Generator[None]:
         yield
     finally:
         _NATIVE._jit_onnx_log = _ONNX_LOG
+
+
+def without_repetitions(graph: Any) -> Any:
+    """Return a graph of TorchScript in which equal constants are one, and what computes the same is computed once."""
+    new = graph.copy()
+    _NATIVE._jit_pass_constant_pooling(new)
+    _NATIVE._jit_pass_cse(new)
+    return new
 
 
 def _nothing(*_: object) -> None: ...
