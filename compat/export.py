@@ -1,4 +1,6 @@
-"""The private names of torch that tell what exported programs hold, load them, and let the ONNX exporter be quiet."""
+"""The private names of torch that tell what exported programs hold, load them, let the ONNX exporter be quiet, and
+simplify what TorchScript traced.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch.fx import Graph
 
-__all__ = ["ONNX_EXPORTER", "batches_by_vmap", "load_exported_program", "merge_equal", "onnx_log_off"]
+__all__ = ["ONNX_EXPORTER", "batches_by_vmap", "load_exported_program", "onnx_log_off", "without_repetitions"]
 
 ONNX_EXPORTER = "torch.onnx._internal.exporter"
 """The logger of the exporter of exported programs."""
@@ -33,17 +35,6 @@ def load_exported_program(file: BinaryIO) -> Any:
 
 
 _NATIVE = cast("Any", torch)._C
-
-
-def merge_equal(graph: Any) -> None:
-    """Write each constant, and each list of them, of a TorchScript graph once.
-
-    A trace has new ones at each use, which makes four times as many nodes; converters in Python make an object of each.
-    """
-    _NATIVE._jit_pass_constant_pooling(graph)
-    _NATIVE._jit_pass_cse(graph)
-
-
 _ONNX_LOG = _NATIVE._jit_onnx_log
 
 
@@ -58,6 +49,14 @@ def onnx_log_off() -> Generator[None]:
         yield
     finally:
         _NATIVE._jit_onnx_log = _ONNX_LOG
+
+
+def without_repetitions(graph: Any) -> Any:
+    """Return a graph of TorchScript in which equal constants are one, and what computes the same is computed once."""
+    new = graph.copy()
+    _NATIVE._jit_pass_constant_pooling(new)
+    _NATIVE._jit_pass_cse(new)
+    return new
 
 
 def _nothing(*_: object) -> None: ...

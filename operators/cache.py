@@ -37,12 +37,12 @@ class Unchanged:
         self._memory = [_held(aliases[id(tensor)]) for tensor in given]
         self.holds_floats = any(tensor.is_floating_point() for tensor in given)
         kinds = tuple("none" if each is None else _kind(each, whole) for each in tensors)
-        self.same: Callable[..., bool] | None = None
-        if len(tensors) >= _MANY and set(kinds) == {"counted"}:
-            self.same = _check_of_many(given, [aliases[id(tensor)] for tensor in given])
-        if self.same is None:
+        are_many = len(tensors) >= _MANY and set(kinds) == {"counted"}
+        check = _check_of_many(given, [aliases[id(tensor)] for tensor in given]) if are_many else None
+        if check is None:
             noted = [value for tensor in given for value in _noted(tensor, aliases[id(tensor)], whole)]
-            self.same = _check_of(kinds)(*noted)
+            check = _check_of(kinds)(*noted)
+        self.same: Callable[..., bool] = check
 
     @property
     def first_is_gone(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from ...compat.export import merge_equal
+from ...compat.export import without_repetitions
 from ...errors import one_line
 from ...interrupts import interruptible
 from .engine import Engine
@@ -66,8 +66,9 @@ class OpenVINO(Engine):
         decoders = importlib.import_module("openvino.frontend.pytorch.ts_decoder")
         # `openvino.convert_model` does the same in twice the time.
         traced = cast("Any", torch.jit).trace(computation, tuple(example), check_trace=False)
-        merge_equal(traced.graph)
-        decoder = decoders.TorchScriptPythonDecoder(traced, example_input=tuple(example))
+        # Its decoder goes through the nodes in Python, and two in three are constants that others have, too.
+        graph = without_repetitions(traced.inlined_graph)
+        decoder = decoders.TorchScriptPythonDecoder(traced, graph_element=graph, alias_db=graph.alias_db())
         model = frontend.convert(frontend.load(decoder))
         if dtype is not torch.float32:
             _fold_ranges(openvino, model)

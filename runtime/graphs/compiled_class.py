@@ -38,7 +38,7 @@ def dynamic_class(
     key = ("" if source is None else source.text, names)
     cls = subclass(base, (mixin,), lambda: _captured_body(base, mixin, source, signature, attributes), key=key)
     if not postponing:
-        _ = cls.forward  # a run in another thread may have made it
+        _compile(cls)  # a run in another thread may have made it
     return cls
 
 
@@ -76,7 +76,14 @@ class _Postponed:
 def compile_postponed(modules: Iterable[nn.Module]) -> None:
     """Compile the forwards of modules: compilers look for functions in classes, and take nothing else."""
     for module in modules:
-        _ = type(module).forward
+        _compile(type(module))
+
+
+def _compile(cls: type[nn.Module]) -> None:
+    """Compile the forward of a class; that of TorchScript's classes is not to be had without a module."""
+    found = next((vars(each)["forward"] for each in cls.__mro__ if "forward" in vars(each)), None)
+    if isinstance(found, _Postponed):
+        found.__get__(None, cls)
 
 
 def _like(function: Any, model: Any) -> Any:

@@ -154,7 +154,7 @@ def held_in(model: nn.Module, other: nn.Module) -> list[Holding]:
             if name in INTERNAL or name in _OF_RECURRENT_LAYERS or name.startswith("_fxopt"):
                 continue
             theirs = vars(others[path])
-            if name in theirs:
+            if name in theirs and not isinstance(value, _ATOMS):
                 at = f"{path}.{name}" if path else name
                 found += _within(Holding(at, path, vars(module), value, theirs[name], _putter(theirs, name)), seen)
     return found
@@ -162,7 +162,7 @@ def held_in(model: nn.Module, other: nn.Module) -> list[Holding]:
 
 def _within(holding: Holding, seen: set[int]) -> Generator[Holding]:
     one, other = holding.one, holding.other
-    if isinstance(one, _ATOMS) or type(one) is not type(other) or id(one) in seen:
+    if type(one) is not type(other) or id(one) in seen:
         return
     yield holding
     if isinstance(one, Optimizer):  # wherever it is: schedulers have it, too
@@ -170,7 +170,7 @@ def _within(holding: Holding, seen: set[int]) -> Generator[Holding]:
     seen.add(id(one))
     theirs = dict(_in_set_like(holding) if isinstance(one, (set, frozenset)) else parts_of(other))
     for key, part in parts_of(one):
-        if key in theirs:
+        if key in theirs and not isinstance(part, _ATOMS):
             is_container = isinstance(one, (Mapping, tuple, list, deque, set, frozenset))
             at = f"{holding.path}[{key!r}]" if is_container else f"{holding.path}.{key}"
             yield from _within(Holding(at, holding.owner, one, part, theirs[key], _putter(other, key)), seen)

@@ -314,6 +314,8 @@ class _Writer(Opener):
         graph, inputs = found
         result = self.run(graph, (path, place[1] or str(node.meta.get("origin", node.name))), inputs)
         self.calls += 1
+        if isinstance(result, fx.Node) and "val" in node.meta:
+            result.meta.setdefault("val", node.meta["val"])  # graphs of layers are traced without example values
         return (result,)
 
     def _without_gradient(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from support.engines import ENGINES, X, delegated, linears, openvino_only, regio
 from torch import Tensor, nn
 
 import fxopt
+from fxopt.compat.export import without_repetitions
 from fxopt.compat.inductor import has_cpp_compiler
 from fxopt.errors import UsageError
 from fxopt.layers.delegated import OtherSizes, aot_inductor, engine, engine_named, engines
@@ -236,3 +238,18 @@ def test_a_layer_in_8_bits_scales_its_input_at_any_number_of_rows(engine: str) -
         x = torch.rand(rows, 32)
         expected = Range(0.02, 0).rounded(x * factors) @ (values * scales[:, None]).T
         torch.testing.assert_close(session([x])[0], expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_what_torch_traced_has_equal_constants_and_values_once_unless_they_are_written_to() -> None:
+    def twice(x: Tensor) -> Tensor:
+        written = (x * 2).add_(1)
+        return written + x.sum(1, keepdim=True) * (x * 2) + x.sum(1, keepdim=True)
+
+    x = torch.randn(3, 4)
+    traced = torch.jit.trace(twice, (x,), check_trace=False)
+    kinds = Counter(node.kind() for node in without_repetitions(traced.inlined_graph).nodes())
+    before = Counter(node.kind() for node in traced.inlined_graph.nodes())
+    assert (before["aten::sum"], kinds["aten::sum"]) == (2, 1)
+    assert kinds["prim::Constant"] < before["prim::Constant"]
+    assert kinds["aten::mul"] == before["aten::mul"]  # one of the two equal ones is written to

@@ -146,6 +146,13 @@ def test_forms_without_numbers_are_those_of_a_run() -> None:
     assert runs.runner.runs_through() and runs.runner.metas == known
 
 
+def test_forms_of_what_layers_give_are_known_of_their_calls() -> None:
+    program = fxopt.capture(linears(nn.LayerNorm(8)), X)
+    (runs,) = find.look(program, "", in_8_bits=False)
+    computed = [node for node in runs.flat.specialization.graph.nodes if node.op == "call_function"]
+    assert len(computed) > 4 and all("val" in node.meta for node in computed)
+
+
 def test_of_what_depends_on_numbers_no_forms_are_known_without_them() -> None:
     program = fxopt.capture(Checked().eval(), X)
     (runs,) = find.look(program, "", in_8_bits=False)
