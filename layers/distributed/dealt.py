@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,8 @@ class DealtColumns(nn.Module):
         return own if part or self.mesh is None else self._in_order(gathered_in_order(own, self.mesh, -1), self.mesh)
 
     def _in_order(self, dealt: Tensor, mesh: DeviceMesh) -> Tensor:
-        pieces: Sequence[Tensor] = dealt.split([size // mesh.size() for size in self.sizes] * mesh.size(), -1)
-        count = len(self.sizes)
+        count, given = len(self.sizes), cast("Any", dealt)
+        pieces: Sequence[Tensor] = given.split([size // mesh.size() for size in self.sizes] * mesh.size(), -1)
         return torch.cat([piece for number in range(count) for piece in pieces[number::count]], -1)
 
 

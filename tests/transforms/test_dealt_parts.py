@@ -20,8 +20,6 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fxopt
 from fxopt.layers import MixtureOfExperts
-from fxopt.transforms.parallel.experts import mixtures_in
-from fxopt.transforms.parallel.members import ensembles_in
 
 BY_ROWS, BY_SUMS = "parallel{shard=2,experts=true}", "parallel{tensor=2}"
 BOTH, FUSE = (BY_ROWS, BY_SUMS), "fuse_experts{lowering=loop}"
@@ -268,19 +266,6 @@ def test_what_cannot_be_dealt_is_refused(of_ranks: list[dict[str, Any]]) -> None
         assert "no layers can be split; leave tensor out; 'one': its 3 experts do not divide by 2 proc" in by_sums
         assert "the model has no experts that fuse_experts computes together; list fuse_experts" in loops
         assert "nothing" not in differ
-
-
-@pytest.mark.parametrize(
-    ("processes", "reason"),
-    [(3, "its 4 {} do not divide by 3 processes"), (8, "it has fewer {} (4) than processes (8)")],
-)
-def test_members_and_experts_are_refused_in_the_same_words(processes: int, reason: str) -> None:
-    (mixtures, x), (members, y) = layers(), ensembles()
-    fused = fxopt.optimize(members, "fuse_ensembles{lowering=bmm}", example_inputs=y, measure=False)
-    found, refusals = mixtures_in(fxopt.capture(mixtures, x), processes)
-    assert not found and {each.reason for each in refusals} == {reason.format("experts")}
-    found, refusals = ensembles_in(fxopt.Program(fused), processes)
-    assert not found and {each.reason for each in refusals} == {reason.format("members")}
 
 
 @pytest.mark.parametrize(

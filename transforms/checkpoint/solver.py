@@ -179,11 +179,11 @@ class _Solver:
         """Return the regions on the cheapest way to the end; of equally cheap ones, that which holds least."""
         (ways,) = settled[-1].values()  # nothing crosses the end
         regions, at = list[Region](), -1
-        while ways.moves[at] >= 0:
-            move = self._moves[ways.moves[at]]
+        while (number := int(ways.moves[at])) >= 0:
+            move, at = self._moves[number], int(ways.before[at])
             if move.region is not None:
                 regions.append(move.region)
-            ways, at = settled[move.place][move.held], ways.before[at]
+            ways = settled[move.place][move.held]
         return regions
 
     def _settled(self, arrivals: Mapping[_Held, Sequence[_Arrival]]) -> dict[_Held, _Ways]:
@@ -214,7 +214,8 @@ class _Solver:
         is_kept[1:] = rank[1:] < np.minimum.accumulate(rank)[:-1]
         order = order[is_kept]
         starts = np.array([start for _, start, _, _ in every]) - np.cumsum(counts) + counts
-        sizes, costs, before, of = sizes[order], costs[order], order + starts[of[order]], numbers[of[order]]
+        before: _Numbers = (order + starts[of[order]]).astype(np.int64)
+        sizes, costs, of = sizes[order], costs[order], numbers[of[order]]
         ends = np.searchsorted(group[order], np.arange(len(arrivals) + 1)).tolist()
         chosen = (_spread(first, end) for first, end in pairwise(ends))
         return {
