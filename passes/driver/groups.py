@@ -182,7 +182,10 @@ def _written_in_time(
     """Yield what a pass found, without what it would write beyond the time: nothing ends a conversion by an engine."""
     end, taken = budget.end_of_check, budget.spent
     for each in found:
-        needs = sum(map(pass_.seconds_to_write, each.sites)) if isinstance(each, Group) and not each.required else 0.0
+        if not isinstance(each, Group) or each.required:
+            yield each
+            continue
+        needs = sum(map(pass_.seconds_to_write, each.sites))
         if needs and taken + needs > end:
             yield Refusal(Reason(Cause.TOO_LONG, {**budget.values, "needs": needs}), each.label)
         else:
