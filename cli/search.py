@@ -27,7 +27,7 @@ def search(
         list[str] | None, typer.Option(metavar="NAME=LIMIT", help="As metric=-1% or memory='500 MB'; again for more.")
     ] = None,
     time_budget: Annotated[str, typer.Option(metavar="TIME", help="Seconds, or a time such as '10 min'.")] = "10 min",
-    trials: Annotated[int | None, typer.Option(min=1, help="Make so many trials at most.")] = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="Make at most this many trials.")] = None,
     finetune: Annotated[
         str | None, typer.Option(metavar="FUNCTION", help="package.module:function that trains a pruned model.")
     ] = None,
@@ -37,7 +37,7 @@ def search(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="Save the front here.")
     ] = None,
-    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page of it here.")] = None,
+    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the trials here, as HTML.")] = None,
     weights: Weights = None,
     inputs: Inputs = None,
     seed: Seed = 0,

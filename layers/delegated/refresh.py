@@ -29,7 +29,7 @@ def fixed_regions(model: nn.Module) -> tuple[bool, ...]:
 def fix_regions(model: nn.Module, fixed: Sequence[bool]) -> None:
     """Repeat what `fixed_regions` said of an equal model; raise ValueError where that has other regions."""
     for (region, _), is_fixed in zip(regions_of(model), fixed, strict=True):
-        region.fix(fixed=is_fixed)
+        region.repeat_choice(fixed=is_fixed)
 
 
 def held_bytes(model: nn.Module) -> dict[str, tuple[int, bool]]:

@@ -144,8 +144,8 @@ class DelegatedRegion(Keeping):
         """Say whether it holds them twice now: for other shapes, too."""
         return any(held.fixed and len(held.sessions) > len(held.fixed) for held in tuple(self._converted.values()))
 
-    def fix(self, *, fixed: bool) -> None:
-        """Let the engine take the tensors for the shapes of the example alone, too: an equal region was faster so."""
+    def repeat_choice(self, *, fixed: bool) -> None:
+        """Hold the tensors for the shapes of the example alone, too, or not, as was decided for an equal region."""
         with self._lock:
             self._fixes = fixed
             for held in self._converted.values() if fixed else ():

@@ -24,7 +24,7 @@ from ...tracing.program import Program, TensorOwners, TensorReads
 
 __all__ = [
     "CONVOLUTIONS", "Candidate", "already_quantized", "candidates", "even_geometry", "is_candidate", "is_tied",
-    "linear_of", "linears", "outputs_first", "reason_against_layer", "reason_against_module", "tied_to", "weight_of",
+    "linear_of", "linears", "outputs_first", "reason_against_layer", "reason_against_module", "weight_of",
 ]  # fmt: skip
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

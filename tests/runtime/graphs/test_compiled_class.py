@@ -65,7 +65,7 @@ def test_what_a_run_hands_over_has_functions() -> None:
     x = torch.randn(2, 4, 8)
     fast = fxopt.optimize(model, "fold_batchnorm", example_inputs=x, verify=False, measure=False)
     classes = {type(module) for module in fast.modules() if isinstance(module, Captured)}
-    assert classes and all(inspect.isfunction(vars(cls).get("forward", cls.forward)) for cls in classes)
+    assert classes and all(inspect.isfunction(inspect.getattr_static(cls, "forward")) for cls in classes)
 
 
 def test_a_class_that_another_run_has_left_open_is_compiled() -> None:

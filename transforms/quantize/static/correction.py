@@ -35,7 +35,8 @@ _See = Callable[[str, Tensor], Tensor | None]
 def corrected(
     program: Program, forms: Mapping[str, InputForm], options: Options, seen: Sequence[Inputs], judged: Sequence[Inputs]
 ) -> Mapping[str, InputForm]:
-    """Return the forms with shifts of biases where these help on calls that were not `seen`: the last of `judged`.
+    """Return the forms with shifts of biases where these help: each layer on a call that was not `seen`, the last of
+    `judged`, and the model on all that are judged.
 
     Nagel et al., "Data-Free Quantization through Weight Equalization and Bias Correction" (ICCV 2019), section 4.2 with
     data as in its appendix: layer by layer, behind those that are corrected already.

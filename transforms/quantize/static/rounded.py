@@ -47,14 +47,11 @@ class RoundedLayer:
         return cls(module, form, rounded, scales.expand(len(weight)), bias)
 
     @contextmanager
-    def rounded(self) -> Generator[None]:
-        """Let the layer have the rounded weight for a while."""
-        with self._having(weight=self.weight):
-            yield
-
-    @contextmanager
-    def _having(self, **tensors: Tensor) -> Generator[None]:
-        registry = own_parameters(self.module)
+    def _rounded(self) -> Generator[None]:
+        """Let the layer have the rounded weight, and the bias that is shifted, for a while."""
+        registry, tensors = own_parameters(self.module), {"weight": self.weight}
+        if self.bias is not None:
+            tensors["bias"] = self.bias
         before = {name: registry[name] for name in tensors}
         registry.update({name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()})
         try:
@@ -67,7 +64,7 @@ class RoundedLayer:
         """Let the layer compute with the rounded weight and its shift, on a rounded input, for a while."""
         handle = self.module.register_forward_pre_hook(self._round_input, with_kwargs=True)
         try:
-            with self._having(weight=self.weight, **({} if self.bias is None else {"bias": self.bias})):
+            with self._rounded():
                 yield
         finally:
             handle.remove()
@@ -77,5 +74,5 @@ class RoundedLayer:
 
     def own_error(self, x: Tensor, result: Tensor) -> float:
         """Return by how much the layer's own result is off, relative to its scale."""
-        with self.rounded():
+        with self._rounded():
             return error_of(result, self.module.forward(self.input.rounded(x)))
