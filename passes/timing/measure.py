@@ -120,7 +120,7 @@ def _raced(
         racing = _hopeful(timings, racing, samplings)
         if may_stall and _has_stalled(timings, samplings):
             return None
-        if len(timings.rounds) == 1 and not _tells(samplings):
+        if not _tells(samplings):  # an engine may compute in the calling thread first, and in another one later
             timings, samplings = Timings(), _with_clock(candidates, time.perf_counter, evict)
             continue
         if _is_settled(timings, racing, samplings, effort.clear):
@@ -279,8 +279,8 @@ class _Sampling:
         for _ in range(self.calls):
             self.candidate()
         seconds, here = self.clock() - start, time.thread_time() - start_of_thread
-        if self.least is math.inf:
-            self.works_in_this_thread = is_work_of_this_thread(here, time.process_time() - start_of_process)
+        if not is_work_of_this_thread(here, time.process_time() - start_of_process):
+            self.works_in_this_thread = False
         # Some systems count processor time in large steps.
         self.least = min(self.least, seconds / self.calls, here / self.calls or seconds / self.calls)
         return seconds / self.calls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import random
 import sys
@@ -323,6 +324,17 @@ def test_what_other_threads_work_for_is_timed_by_the_wall_clock(clock: Clock, mo
     found = time_candidates(race, limit=0.0)
     assert found.seconds("after") == pytest.approx(0.05)
     assert found.seconds("before") > 0.15
+
+
+def test_what_other_threads_work_for_later_is_timed_by_the_wall_clock(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = BusyMachine(clock, monkeypatch)
+    here, elsewhere = machine.candidate(0.05), machine.candidate(0.05, in_other_threads=True)
+    calls = itertools.count()
+    race = {"before": machine.candidate(0.05), "after": lambda: (here if next(calls) < 3 else elsewhere)()}
+    found = time_candidates(race, seconds=10.0)
+    assert min(each["after"] for each in found.rounds if "after" in each) == pytest.approx(0.05)
 
 
 class Threads:
