@@ -107,6 +107,7 @@ class FinalCheck:
         return max((each.seen for each in self._originals.values() if each is not None), default=0.0)
 
     def _repeats(self) -> bool:
+        self._end = math.inf  # one call of each: without it nothing that differs could be told
         return all(original.repeats() for original in self._originals.values() if original is not None)
 
     def _objection(self) -> str:
