@@ -59,7 +59,7 @@ class Replay:
                 self._context.note_change(pass_)
         if missing := next(iter(self._wanted.values()), None):
             lost = program.opaque.get(missing.key.partition(":")[0].replace("(root)", ""))
-            why = self._refused(missing) or (f": no graph of its module: {lost.reason}" if lost else "")
+            why = f": no graph of its module: {lost.reason}" if lost else self._refused(missing)
             why += "" if program.inputs else _GIVE_INPUTS
             raise PlanError(f"the plan's site {missing.key} of pass '{pass_.name}' is not in this model{why}")
 
