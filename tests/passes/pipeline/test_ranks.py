@@ -13,7 +13,7 @@ import torch
 from torch import distributed, nn
 
 from fxopt.errors import BudgetError, PassError, UsageError
-from fxopt.passes.pipeline import optimized_on_all, ranks
+from fxopt.passes.pipeline import Asked, check_alike, optimized_on_all, ranks
 from fxopt.passes.pipeline.ranks import Ranks
 from fxopt.runtime.record import Decision, Plan
 from fxopt.transforms.eliminate_dead_code import EliminateDeadCode
@@ -54,7 +54,7 @@ def run(failing: dict[int, set[str]]) -> list[Any]:
             model.plan = plan
             return model, marked(plan, failing.get(each.rank, set()))
 
-        return optimized_on_all(each, nn.Linear(1, 1), PASSES, lambda: follow(PLAN), follow).plan
+        return optimized_on_all(each, lambda: follow(PLAN), follow).plan
 
     return at_once(3, act)
 
@@ -86,7 +86,7 @@ def test_whatever_is_raised_reaches_all(
                 raise error("enough")
             return nn.Linear(1, 1), plan
 
-        return optimized_on_all(each, nn.Linear(1, 1), PASSES, made, made)
+        return optimized_on_all(each, made, made)
 
     results = at_once(3, act)
     for rank, result in enumerate(results):
@@ -121,7 +121,7 @@ def test_the_silent_rank_is_named_not_the_first_that_waits_for_it() -> None:
 def test_models_and_passes_are_compared() -> None:
     def act(each: Ranks) -> Any:
         model = nn.Linear(1, 1 + each.rank).to(torch.float32)
-        return optimized_on_all(each, model, PASSES, lambda: (model, PLAN), lambda plan: (model, plan))
+        return check_alike(each, model, PASSES, Asked((), ()))
 
     for result in at_once(2, act):
         assert type(result) is UsageError and "the tensors of rank 1's model have other names, shapes" in str(result)
