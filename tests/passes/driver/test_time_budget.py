@@ -281,7 +281,7 @@ def test_within_the_noise_untimed_rewrites_stay_that_remove_operations(
     ("speeds", "status"), [((0.96, 0.99), "undone"), ((0.97, 1.05), "applied"), ((1.01,), "applied")]
 )
 def test_races_together_judge_what_nothing_else_speaks_for(
-    monkeypatch: pytest.MonkeyPatch, speeds: tuple[float, ...], status: str, said: str
+    monkeypatch: pytest.MonkeyPatch, speeds: tuple[float, ...], status: str
 ) -> None:
     left = list(speeds)
 
