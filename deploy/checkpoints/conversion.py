@@ -80,9 +80,7 @@ def _rules(model: Any) -> Sequence[Any]:
     return cast("Any", get_model_conversion_mapping)(model)
 
 
-def _merged(
-    new: str, converter: Any, parts: _Parts, given: Mapping[str, Tensor], length: int
-) -> list[StateStep]:  # fmt: skip
+def _merged(new: str, converter: Any, parts: _Parts, given: Mapping[str, Tensor], length: int) -> list[StateStep]:
     """Return the steps that make one tensor of several: stacks of those of a pattern, behind one another.
     `length` is the first size of the tensor.
     """

@@ -189,9 +189,11 @@ class Converted:
             return key in self.fixed
         if fixed is not self.fixed.get(key):
             self.by_shapes.pop(key, None)  # results of the other session are compared at the next call
-        self.fixed.pop(key, None)  # in place: copies of the model have the same
-        self.fixed.update({} if fixed is None else {key: fixed})
-        return fixed is not None
+        if fixed is None:  # in place: copies of the model have the same
+            self.fixed.pop(key, None)
+        else:
+            self.fixed[key] = fixed
+        return key in self.fixed
 
     def _faster(self, key: Any, general: Session) -> Session | None:
         """Return the session for the shapes of the example alone, if it is faster than the one for all shapes."""
@@ -257,7 +259,8 @@ def converted(
         example = [x.detach().clone(memory_format=torch.contiguous_format) for x in inputs]  # as at each call
         compile_ = _Compile(engine, _Computation(graph, tensors), example, dtype)
         result = Converted(unchanged, compile_, _notes_of(tensors), sum_of(tensors))
-        if result.is_small if fixed is None else fixed:
+        begins_fixed = result.is_small if fixed is None else fixed
+        if begins_fixed:
             result.fix()
         result.session(key_of(example))
         result.seconds = time.perf_counter() - start

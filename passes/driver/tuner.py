@@ -42,9 +42,8 @@ class Tuner:
         """Return in how many seconds a group is to be timed; 0 where it is not."""
         if not self.context.is_timed(pass_):
             return 0.0
-        return self.context.budget.for_a_race(
-            whole=not group.owner, among=self.sharing, has_choice=len(group.choices) > 1, alone=pass_.contested
-        )
+        has_choice = len(group.choices) > 1
+        return self.context.budget.for_a_race(whole=not group.owner, among=self.sharing, has_choice=has_choice)
 
     def _comparison(
         self, pass_: Pass, group: Group, *, time: bool = True, brief: bool = False, ended: bool = False

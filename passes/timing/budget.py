@@ -256,13 +256,12 @@ class TimeBudget:
             return self.for_sites
         return min(self._until_alone if alone else self._until, self._in_all - self._kept_for_comparing)
 
-    def for_a_race(self, *, whole: bool = False, among: int = 1, has_choice: bool = True, alone: bool = False) -> float:
+    def for_a_race(self, *, whole: bool = False, among: int = 1, has_choice: bool = True) -> float:
         """Return the seconds that the next race may take, `among` so many to come; the `whole` model has no second one.
-        `alone`: if the pass is compared with no other one.
 
         Without a choice to make, a race too short to tell a small gain is none: the whole model tells.
         """
-        for_sites = self.end_of_writing(whole=whole, alone=alone)
+        for_sites = self.end_of_writing(whole=whole, alone=True)
         left = min(_OF_TIMING * for_sites - self._stages[Stage.TIMING], for_sites - self.spent)
         seconds = max(0.0, _OF_ONE_RACE * left) / among
         return seconds if has_choice or among == 1 or seconds >= _TELLING_SECONDS else 0.0

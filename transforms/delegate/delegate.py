@@ -120,10 +120,12 @@ class Delegate(Pass):
         return min(seconds_to_take(site, ways[choice].engine) for choice in chosen)
 
     def rewrite(self, site: Site, edit: Edit) -> None:
-        ways, _ = self._ways(missing=True)
-        write(site, edit, ways[site.choice or next(iter(ways))], in_8_bits=self.dtype is torch.int8)
+        write(site, edit, self._chosen(site), in_8_bits=self.dtype is torch.int8)
 
     def settle(self, site: Site) -> None:
-        ways, _ = self._ways(missing=True)
         for found in site.found or ():
-            found.settle(ways[site.choice or next(iter(ways))])
+            found.settle(self._chosen(site))
+
+    def _chosen(self, site: Site) -> Way:
+        ways, _ = self._ways(missing=True)
+        return ways[site.choice or next(iter(ways))]

@@ -28,26 +28,30 @@ _LOST = "tensor_parallel split its layers, and the original forward has the size
 def prepare(model: nn.Module, blocks: Sequence[Mapping[str, Any]], mesh: DeviceMesh) -> None:
     """Make the model ready for `blocks` to be split over a mesh: then it is right only with a share of each."""
     steps, callers = list[StateStep](), _callers(model)
-    asking = [(block, caller) for block in blocks if (caller := _one_caller(model, block, callers)) is not None]
+    asking = [_one_caller(model, block, callers) for block in blocks]
     for block in blocks:
         for name, sizes in block.get("sections", {}).items():
             steps += _dealt(model, name, sizes, mesh.size())
     record = record_of(model)
     if steps and record is not None:
         make_root(model, record.changed(record.plan, record.state_map.compose(StateMap(tuple(steps)))))
-    numbers: dict[str, dict[str, dict[str, Any]]] = {}
-    only_whole = set[str]()
+    pairs = list(zip(blocks, asking, strict=True))
+    only_whole = {owner for block, caller in pairs if caller is None for owner in block.get("numbers", ())}
+    for owner, graphs in _numbers_by_owner(blocks).items():
+        _write_numbers(model.get_submodule(owner), graphs, _LOST if owner in only_whole else "")
+    for block, caller in pairs:
+        if caller is not None:
+            _ask_for_parts(caller, [model.get_submodule(name) for name in block["columns"]], mesh)
+
+
+def _numbers_by_owner(blocks: Sequence[Mapping[str, Any]]) -> Mapping[str, Mapping[int, dict[str, Any]]]:
+    """Return what all blocks change, by module, number of its graph, and node."""
+    numbers = defaultdict[str, defaultdict[int, dict[str, Any]]](lambda: defaultdict(dict))
     for block in blocks:
         for owner, graphs in block.get("numbers", {}).items():
             for number, nodes in graphs.items():
-                numbers.setdefault(owner, {}).setdefault(number, {}).update(nodes)
-            if not any(block is each for each, _ in asking):
-                only_whole.add(owner)
-    for owner, graphs in numbers.items():
-        lost = _LOST if owner in only_whole else ""
-        _write_numbers(model.get_submodule(owner), {int(number): nodes for number, nodes in graphs.items()}, lost)
-    for block, caller in asking:
-        _ask_for_parts(caller, [model.get_submodule(name) for name in block["columns"]], mesh)
+                numbers[owner][int(number)].update(nodes)
+    return numbers
 
 
 def _callers(model: nn.Module) -> Mapping[nn.Module, set[nn.Module]]:

@@ -29,7 +29,7 @@ __all__ = ["corrected"]
 Means = dict[str, Tensor]
 """The mean of each output of layers that a call reaches once, [outputs], by their names."""
 _See = Callable[[str, Tensor], Tensor | None]
-"""From the name of a layer and the mean of each output to what is added to these, if anything is."""
+"""From the name of a layer and the mean of each output, or what that is off, to what is added to these, if anything."""
 
 
 def corrected(
@@ -50,10 +50,17 @@ def corrected(
     found: dict[str, list[Tensor]] = {}
     with progress_bar("fxopt: correcting biases", len(seen)) as move:
         for call in seen:
-            for name, off in run.corrections(call).items():
+            for name, off in run.added(call, lambda _, off: off).items():
                 found.setdefault(name, []).append(off)
             move(1)
-    shifts = run.that_help(judged[-1], {name: torch.stack(each).mean(0) for name, each in found.items()})
+    means = {name: torch.stack(each).mean(0) for name, each in found.items()}
+
+    def that_helps(name: str, off: Tensor) -> Tensor | None:
+        shift = means.get(name)
+        # of the squares of all errors of an output, this is what a shift changes
+        return shift if shift is not None and float((shift * (shift - 2 * off)).sum()) < 0 else None
+
+    shifts = run.added(judged[-1], that_helps)
     texts = {name: text_of_numbers((shift / layers[name].scales).bfloat16()) for name, shift in shifts.items()}
     other = {name: replace(form, shift=texts.get(name, "")) for name, form in plain.items()}
     ways: list[Mapping[str, InputForm]] = [plain, other]
@@ -74,28 +81,15 @@ class _Runs:
     layers: Mapping[str, RoundedLayer]
     some: Mapping[str, RoundedLayer]
 
-    def corrections(self, call: Inputs) -> Means:
-        """Return what each layer is off in the mean, in the model of 8 bits, with those before it put right."""
+    def added(self, call: Inputs, choose: _See) -> Means:
+        """Return what is added to the outputs of layers in the model of 8 bits, as `choose` says from what each is off
+        in the mean, behind others that have what was added to them.
+        """
         expected, found = self._expected(call), Means()
 
         def see(name: str, mean: Tensor) -> Tensor | None:
-            if name in expected:
-                found[name] = expected[name] - mean
-            return found.get(name)
-
-        self._run_rounded(call, see)
-        return found
-
-    def that_help(self, call: Inputs, shifts: Means) -> Means:
-        """Return the shifts with which layers err less on a call, behind others that have them."""
-        expected, found = self._expected(call), Means()
-
-        def see(name: str, mean: Tensor) -> Tensor | None:
-            if name in expected and name in shifts:
-                shift, off = shifts[name], expected[name] - mean
-                # of the squares of all errors of an output, this is what a shift changes
-                if float((shift * (shift - 2 * off)).sum()) < 0:
-                    found[name] = shift
+            if name in expected and (shift := choose(name, expected[name] - mean)) is not None:
+                found[name] = shift
             return found.get(name)
 
         self._run_rounded(call, see)
@@ -124,7 +118,7 @@ class _Runs:
             run_call(self.model, call, 0)
 
     @contextmanager
-    def _watched(self, see: _See | Callable[[str, Tensor], None]) -> Generator[None]:
+    def _watched(self, see: _See) -> Generator[None]:
         def watch(name: str, module: nn.Module, _: object, result: Tensor) -> Tensor | None:
             channels = result.ndim - 1 - _rank_of(module)
             if not result.numel():

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from support.cpus import needs_static_int8
+from support.static_int8 import with_method
 from torch import Tensor, nn
 
 import fxopt
 from fxopt.errors import PlanError
-from fxopt.transforms.quantize import Quantize
 
 pytestmark = needs_static_int8
 _MIXING = torch.randn(6, 48, generator=torch.Generator().manual_seed(7))  # 48 inputs that follow from 6
@@ -35,9 +35,7 @@ class Net(nn.Module):
 
 
 def optimized(model: nn.Module, method: Any = "gptq", **options: Any) -> Any:
-    options = {"calibration": SEEN, "aim": "size", "budget": 0.9, "observer": "minmax", **options}
-    example = (options["calibration"][0],)
-    return fxopt.optimize(model, Quantize("int8_static", method=method, **options), example_inputs=example)
+    return with_method(model, method, SEEN, **options)
 
 
 @pytest.fixture(scope="module")

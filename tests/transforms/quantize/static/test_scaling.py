@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from support.cpus import needs_static_int8
+from support.static_int8 import with_method
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.transforms.quantize import Quantize
 
 pytestmark = needs_static_int8
 SEEN = [torch.randn(64, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
@@ -41,9 +41,7 @@ class Net(nn.Module):
 
 
 def optimized(model: nn.Module, method: Any = "smoothquant", **options: Any) -> Any:
-    options = {"calibration": SEEN, "aim": "size", "budget": 0.9, "observer": "minmax", **options}
-    example = (options["calibration"][0],)
-    return fxopt.optimize(model, Quantize("int8_static", method=method, **options), example_inputs=example)
+    return with_method(model, method, SEEN, **options)
 
 
 @pytest.fixture(scope="module")
