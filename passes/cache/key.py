@@ -172,13 +172,13 @@ def _surroundings() -> Hashable:
         torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
         torch.backends.mkldnn.enabled, is_forked(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"),
     )  # fmt: skip
-    return _versions(), _machine(), flags
+    installed = tuple((name, engine.version) for name, engine in engines().items())
+    return _versions(), installed, _machine(), flags
 
 
 @cache
 def _versions() -> Hashable:
-    installed = tuple((name, engine.version) for name, engine in engines().items())
-    return VERSION, _source(), torch.__version__, platform.python_version(), installed
+    return VERSION, _source(), torch.__version__, platform.python_version()
 
 
 @cache

@@ -92,6 +92,12 @@ def test_threads_versions_and_the_machine_count(monkeypatch: pytest.MonkeyPatch)
     assert len(set(keys)) == 4
 
 
+def test_an_engine_that_comes_later_counts(monkeypatch: pytest.MonkeyPatch):
+    first = found()
+    monkeypatch.setattr(key, "engines", lambda: {})
+    assert found() not in (None, first)
+
+
 def test_the_source_of_the_package_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
     (tmp_path / "__init__.py").write_text("")
     monkeypatch.setattr(key, "_ROOT", tmp_path)
