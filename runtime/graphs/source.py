@@ -5,16 +5,26 @@ from __future__ import annotations
 import cmath
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from torch import fx
 
 from ...compat import in_place_format, operator_format
-from ..guards import GuardMiss, Source, Tally, attribute_text, fits, require
+from ..guards import (
+    Attribute,
+    GuardMiss,
+    Source,
+    SourceWriter,
+    Tally,
+    attribute_text,
+    children_of,
+    fits,
+    module_at,
+    require,
+)
 from ..values import (
     ANNOUNCES,
     Absent,
@@ -70,11 +80,12 @@ def generate(
         miss.insert(0, f"if {missed} is not None: {restart}")
     for number, specialization in enumerate(specializations, 1):
         is_last = number == len(specializations)
-        body = _Body(specialization, names).lines()
+        body_of = _Body(specialization, names)
+        asked, condition = fits(specialization.guards, body_of.write, names.fresh)  # what it names, the body may use
+        body = body_of.lines()
         if restarts and _checks_something(specialization):
             told = "" if any(map(_checks_data, specializations[number:])) else f"self._fxopt_passed({missed})"
             body = _restarting(specialization, names, body, missed, restart if is_last else told)
-        asked, condition = fits(specialization.guards, names.fresh, names.name)
         lines += asked
         if not is_last:
             lines += [f"if {condition or True}:", *_indented(body)]
@@ -186,16 +197,16 @@ class _Body:
         self._specialization = specialization
         self._nodes = list(specialization.graph.nodes)
         self._names = names
-        self._containers = self._hoisted()
-        self._registries = self._hoisted_registries()
+        self._places = {node: place for node in self._nodes if (place := _place(node)) is not None}
+        self.write = SourceWriter(specialization.guards, names.fresh, names.name, [*self._looked_up()])
         self._last_uses = _last_uses(self._nodes)
         # A child may be called `self`, and a tensor as an argument that the graph does not take: after a check that
         # fails, the forward passes all its arguments on.
         self._renamed = {node: names.fresh(node.name) for node in self._nodes if self._hides_argument(node)}
 
     def lines(self) -> list[str]:
-        lines = [f"{local} = {expression}" for expression, local in self._containers.items()]
-        lines += [f"{local} = {expression}" for expression, local in self._registries.items()]
+        counts = Counter(self._places.values())
+        lines = [line for place, count in counts.items() if count > 1 for line in self.write.assigned(place)]
         for node in self._nodes:
             line = self._statement(node)
             if line is None:
@@ -207,19 +218,12 @@ class _Body:
             lines += [line, freed] if freed and _is_check(node) else [f"{line};  {freed}" if freed else line]
         return lines
 
-    def _hoisted(self) -> dict[str, str]:
-        """Name the containers that several children are called from."""
-        counts: dict[str, int] = {}
-        for node in self._nodes:
-            if node.op == "call_module" and not node.meta.get("region"):
-                container = _container(node)
-                counts[container] = counts.get(container, 0) + 1
-        return {container: self._names.fresh("children") for container, count in counts.items() if count > 1}
-
-    def _hoisted_registries(self) -> dict[str, str]:
-        """Name the registries of modules inside that several tensors are read from."""
-        counts = Counter(_registry(node) for node in self._nodes)
-        return {text: self._names.fresh("tensors") for text, count in counts.items() if text and count > 1}
+    def _looked_up(self) -> Iterator[Source]:
+        """Yield what nodes find children and tensors by; of a tensor the module, too, which may keep it elsewhere."""
+        for node, place in self._places.items():
+            yield place
+            if node.op == "get_attr":
+                yield from place.parts
 
     def _statement(self, node: fx.Node) -> str | None:
         if node.op == "placeholder":
@@ -257,8 +261,7 @@ class _Body:
     def _callee(self, node: fx.Node) -> str:
         if node.meta.get("region"):  # a plain attribute
             return _attribute(str(node.target))
-        container = _container(node)
-        return f"{self._containers.get(container, container)}[{str(node.target).rpartition('.')[2]!r}]"
+        return f"{self.write(self._places[node])}[{str(node.target).rpartition('.')[2]!r}]"
 
     def _hides_argument(self, node: fx.Node) -> bool:
         """Say whether a node has the name of an argument, and does not stand for this one."""
@@ -280,12 +283,13 @@ class _Body:
 
     def _read(self, node: fx.Node) -> str:
         """Write the read of an attribute; a child's tensor is had in a tenth of the time without `__getattr__`."""
-        target, local, registry = str(node.target), self._local(node), _registry(node)
-        if not registry:
+        target, local, place = str(node.target), self._local(node), self._places.get(node)
+        if place is None:
             return _attribute(target)
-        held = f"{self._registries.get(registry, registry)}.get({target.rpartition('.')[2]!r})"
+        name = target.rpartition(".")[2]
+        held = f"{self.write(place)}.get({name!r})"
         # It may be kept elsewhere: as a parametrization, or on the replicas of nn.DataParallel.
-        return f"{local} if ({local} := {held}) is not None else {_attribute(target)}"
+        return f"{local} if ({local} := {held}) is not None else {attribute_text(self.write(*place.parts), name)}"
 
     def _call(self, function: Callable[..., Any], node: fx.Node) -> str:
         form = operator_format(function)
@@ -354,28 +358,18 @@ def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     return last
 
 
-def _container(node: fx.Node) -> str:
-    return _children_of(str(node.target).rpartition(".")[0])
-
-
-@lru_cache(maxsize=4096)
-def _children_of(path: str) -> str:
-    return _module_text(path.split(".") if path else ()) + "._modules"
-
-
-def _module_text(parts: Iterable[str]) -> str:
-    """Return how generated code reaches a module, without the cost of `nn.Module.__getattr__`."""
-    return "self" + "".join(f"._modules[{part!r}]" for part in parts)
-
-
-def _registry(node: fx.Node) -> str:
-    """Return the text of the registry that a child's tensor is read from; "" for other nodes."""
-    kept = next((name for kind, name in _REGISTRIES.items() if node.meta.get(kind)), "")
+def _place(node: fx.Node) -> Source | None:
+    """Return where a module keeps the child that a node calls, or the tensor of a module inside that it reads."""
     path, dot, _ = str(node.target).rpartition(".")
-    return f"{_module_text(path.split('.'))}.{kept}" if node.op == "get_attr" and node.users and kept and dot else ""
+    if node.op == "call_module" and not node.meta.get("region"):
+        return children_of(module_at(path.split(".") if path else ()))
+    kept = next((name for kind, name in _REGISTRIES.items() if node.meta.get(kind)), "")
+    if node.op == "get_attr" and node.users and kept and dot:
+        return Attribute(module_at(path.split(".")), kept)
+    return None
 
 
 def _attribute(target: str) -> str:
     *parents, name = target.split(".")
-    owner = _module_text(parents)
+    owner = "self" + "".join(f"._modules[{part!r}]" for part in parents)
     return attribute_text(owner, name)

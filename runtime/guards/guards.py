@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self, TypeGuard, cast
 
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from .sources import (
     attribute_at,
     constant,
     is_training,
+    item_of,
     key_of,
     reader,
     type_of,
@@ -35,8 +36,8 @@ from .sources import (
 from .spelling import told_name
 
 __all__ = [
-    "NOT_HELD", "Check", "Condition", "Equals", "Guard", "GuardMiss", "Has", "Is", "IsNot", "Lacks", "Tally", "Truth",
-    "equal", "exactly", "fits", "in_evaluation", "is_tensor", "of_class", "require", "same_type",
+    "NOT_HELD", "Check", "Condition", "Equals", "Guard", "GuardMiss", "Has", "Is", "IsNot", "Lacks", "SourceWriter",
+    "Tally", "Truth", "equal", "exactly", "fits", "in_evaluation", "is_tensor", "of_class", "require", "same_type",
 ]  # fmt: skip
 
 
@@ -205,7 +206,28 @@ def exactly(source: Source, value: Any, reason: str = "") -> list[Guard]:
     if type(value) in (int, float):
         typed = same_type(source, value, same.reason)
         return [same, typed, by_text] if type(value) is float and value == 0 else [same, typed]
-    return [same, by_text] if _has_numbers(value) else [same]
+    if not _has_numbers(value):
+        return [same]
+    if _is_told_by_types(value):
+        return [same, *_typed(source, value, because)]
+    return [same, by_text]
+
+
+_TOLD_BY_TYPE, _MOST_TYPES = (bool, int, str, type(None)), 4
+"""What is equal and of one type is the same; of few items the types are had in a third of the time of the text."""
+
+
+def _is_told_by_types(value: Any) -> TypeGuard[tuple[Any, ...]]:
+    items = cast("tuple[Any, ...]", value) if type(value) is tuple else None
+    return items is not None and len(items) <= _MOST_TYPES and all(type(item) in _TOLD_BY_TYPE for item in items)
+
+
+def _typed(source: Source, value: tuple[Any, ...], reason: str) -> Iterator[Guard]:
+    """Yield guards on the types of a tuple that is equal to another one, and of the numbers in it."""
+    yield same_type(source, value, reason)
+    for place, item in enumerate(value):
+        if _has_numbers(item):
+            yield same_type(item_of(source, place), item, reason)
 
 
 def _has_numbers(value: Any) -> bool:
@@ -306,13 +328,18 @@ def require(value: Any, expected: Any, reason: str, restart: bool | Kept = True,
     raise GuardError(f"{reason}; the value is now {value!r}. Give example_inputs that cover this case too")
 
 
-class _Conditions:
-    """Write guards in their order: what is read in several places has a name from the first one on."""
+class SourceWriter:
+    """Write what guards read, in their order, and what is read `afterwards`: what is read in several places has a name
+    from the first one on.
+    """
 
-    def __init__(self, guards: Sequence[Guard], fresh: Callable[[str], str], name: Callable[[object], str]) -> None:
+    def __init__(
+        self, guards: Sequence[Guard], fresh: Callable[[str], str], name: Callable[[object], str],
+        afterwards: Sequence[Source] = (),
+    ) -> None:  # fmt: skip
         self._fresh = fresh
         self.name = name
-        self._uses = _uses(guards)
+        self._uses = _uses([*(each for guard in guards for each in (guard.source, *guard.check.parts)), *afterwards])
         self._names: dict[Source, str] = {}
 
     def __call__(self, source: Source) -> str:
@@ -326,11 +353,16 @@ class _Conditions:
         self._names[source] = name = self._fresh("read")
         return f"({name} := {text})"
 
+    def assigned(self, source: Source) -> list[str]:
+        """Return the line that gives a source a name, if it is read in several places and has none yet."""
+        text = "" if source in self._names else self(source)
+        return [text[1:-1].replace(" := ", " = ", 1)] if source in self._names and text else []
 
-def _uses(guards: Sequence[Guard]) -> Counter[Source]:
+
+def _uses(sources: Iterable[Source]) -> Counter[Source]:
     """Return how often each source is written; what a repeated one is made of is written once."""
     uses: Counter[Source] = Counter()
-    pending = [source for guard in guards for source in (guard.source, *guard.check.parts)]
+    pending = [*sources]
     while pending:
         source = pending.pop()
         uses[source] += 1
@@ -339,9 +371,8 @@ def _uses(guards: Sequence[Guard]) -> Counter[Source]:
     return uses
 
 
-def fits(guards: Sequence[Guard], fresh: Callable[[str], str], name: Callable[[object], str]) -> tuple[list[str], str]:
+def fits(guards: Sequence[Guard], write: SourceWriter, fresh: Callable[[str], str]) -> tuple[list[str], str]:
     """Return lines that find out whether all of `guards` hold, and an expression that says so after them."""
-    write: Writer = _Conditions(guards, fresh, name)
     text = " and ".join([guard.text(write) for guard in guards])
     if all(map(_always_answers, guards)):
         return [], text
@@ -349,7 +380,7 @@ def fits(guards: Sequence[Guard], fresh: Callable[[str], str], name: Callable[[o
     return [
         "try:",
         f"    {answer} = True if {text} else False",  # a tensor of several elements raises here
-        f"except {name(NOT_HELD)}:",
+        f"except {write.name(NOT_HELD)}:",
         f"    {answer} = False",
     ], answer
 

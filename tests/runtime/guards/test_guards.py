@@ -38,10 +38,12 @@ from fxopt.runtime.guards import (
     Lacks,
     Method,
     Source,
+    SourceWriter,
     Truth,
     attribute_at,
     constant,
     equal,
+    exactly,
     fits,
     is_tensor,
     item_of,
@@ -135,7 +137,7 @@ class _Names:
 def _as_text(guards: list[Guard]) -> str:
     """Return what the text of guards answers: "True", "False", or the error that it raises."""
     names = _Names()
-    lines, answer = fits(guards, names.fresh, names.name)
+    lines, answer = fits(guards, SourceWriter(guards, names.fresh, names.name), names.fresh)
     space = {**names.objects, **NAMES}
     try:
         exec("\n".join([*lines, f"answer = bool({answer})"]), space)
@@ -271,7 +273,7 @@ def test_modules_are_found_at_their_paths() -> None:
     assert reader({"self": model})(module_at(["1", "0"])) is model[1][0]
 
 
-class Reads:
+class Counting:
     """Counts how often its attribute is read."""
 
     def __init__(self) -> None:
@@ -291,8 +293,8 @@ def test_what_several_guards_read_is_read_once() -> None:
         Guard(Applied(operator.add, (item_of(shape, 0), item_of(shape, 1))), Equals(key_of(5))),
     ]
     names = _Names()
-    lines, answer = fits(guards, names.fresh, names.name)
-    space: dict[str, Any] = {**names.objects, "x": Reads()}
+    lines, answer = fits(guards, SourceWriter(guards, names.fresh, names.name), names.fresh)
+    space: dict[str, Any] = {**names.objects, "x": Counting()}
     exec("\n".join([*lines, f"answer = {answer}"]), space)
     assert space["answer"] is True and space["x"].count == 1
 
@@ -325,3 +327,14 @@ def test_captured_models_keep_their_guards(copied: Callable[[nn.Module], nn.Modu
     assert [guard.reason for guard in after.specializations[0].guards] == [
         g.reason for g in before.specializations[0].guards
     ]
+
+
+def test_numbers_in_short_tuples_are_told_apart_by_their_types() -> None:
+    guards = exactly(X, (2, 0, "a", None))
+    assert [str(guard) for guard in guards] == [
+        "x == (2, 0, 'a', None)", "type(x) is tuple", "type(x[0]) is int", "type(x[1]) is int",
+    ]  # fmt: skip
+    same = [all(guard.holds({"x": value}) for guard in guards) for value in [(2, 0, "a", None), (2.0, 0, "a", None)]]
+    assert same == [True, False]
+    assert not all(guard.holds({"x": (2, False, "a", None)}) for guard in guards)
+    assert not all(guard.holds({"x": torch.Size((2, 0))}) for guard in exactly(X, (2, 0)))
