@@ -251,7 +251,7 @@ def _likeness(decision: Decision) -> tuple[object, ...]:
 def _row(decisions: Sequence[Decision], *, earlier: bool, compared: str, part: str) -> Row:
     decision, figures, every = decisions[0], decisions[0].figures, [decision.figures for decision in decisions]
     times = [time for time in dict.fromkeys(map(_time, every)) if time] or [""]
-    hurried = " (on one call: no time was left)" if any(each.get("hurried") for each in every) else ""
+    hurried = next((f" ({each['hurried']})" for each in every if each.get("hurried")), "")
     site = several([decision.label for decision in decisions])
     detail = decision.detail.removesuffix(f" of {decision.label}")  # the place is named before it
     if decision.site and decision.site.get("data", {}).get("norms"):

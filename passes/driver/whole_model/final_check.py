@@ -86,7 +86,7 @@ class FinalCheck:
         self._is_wrong = False
         while self._context.history.rewrites and (reason := self._objection()):
             if isinstance(reason, _NoTime):
-                self._undo_unchecked(self._may_go if reason is _NoTime.TO_COMPARE else self._unchecked)
+                self._undo_unchecked(self._may_go if reason is _NoTime.TO_COMPARE else self._unseen)
                 continue
             self._is_wrong = True
             if self._put_weights_back() and once:
@@ -114,10 +114,9 @@ class FinalCheck:
         """Return what is wrong with the model as it stands, or "": in the first way that there is time for."""
         budget, ways = self._context.budget, list(_Way)
         if not self.brief and self._unchecked:
-            found = self._in_full.objection(self._context.history.rewrites)
-            if found:
+            if found := self._in_full.objection(self._context.history.rewrites):
                 return found
-            if found is None and self._undoes:  # where nothing is undone, an earlier run has checked it
+            if self._undoes and self._unseen:  # where nothing is undone, an earlier run has checked it
                 return _NoTime.TO_CHECK
         is_open = self._is_wrong or not self._undoes
         end = self._until if is_open else budget.spent + budget.for_comparing
@@ -154,6 +153,12 @@ class FinalCheck:
     def _unchecked(self) -> list[Rewrite]:
         """Return the rewrites that were left to the whole model for want of time, and need not stand."""
         return [rewrite for rewrite in self._may_go if rewrite.is_unchecked and rewrite.pass_.skippable]
+
+    @property
+    def _unseen(self) -> list[Rewrite]:
+        """Return those of them that were not compared in full in each of their modes."""
+        standing = self._context.history.rewrites
+        return [rewrite for rewrite in self._unchecked if not self._in_full.has_seen(rewrite, standing)]
 
     def _undo_unchecked(self, gone: Sequence[Rewrite]) -> None:
         standing = self._context.history.rewrites

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -18,8 +19,8 @@ __all__ = ["FullCheck", "phase_of"]
 
 _IN_FULL = 250.0  # with gradients it takes about as long as so many forwards of a small model
 
-_Part = tuple[tuple[bool | None, ...], bool, Sizes]
-"""Modes, whether gradients count, and the sizes of calls."""
+_Part = tuple[bool | None, bool, Sizes]
+"""A mode, whether gradients count, and the sizes of calls."""
 
 
 @dataclass
@@ -32,43 +33,57 @@ class FullCheck:
     in_time: Callable[[], None]
     _parts: dict[Phase, Sequence[_Part]] = field(default_factory=dict[Phase, Sequence[_Part]], init=False)
     _runs: dict[_Part, References] = field(default_factory=dict[_Part, References], init=False)
+    _right: dict[Rewrite, set[_Part]] = field(default_factory=dict[Rewrite, set[_Part]], init=False)
 
-    def objection(self, rewrites: Sequence[Rewrite]) -> str | None:
-        """Return what is wrong with the model with these rewrites, or ""; None where that could not be checked."""
+    def objection(self, rewrites: Sequence[Rewrite]) -> str:
+        """Return what is wrong with the model with these rewrites, or "", as far as there is time: see `has_seen`."""
         if not all(rewrite.pass_.numerics.keeps_function for rewrite in rewrites):
-            return None
-        exact, is_checked = all(rewrite.pass_.numerics is Numerics.EXACT for rewrite in rewrites), False
-        try:
-            for references in self._references(phase_of(rewrites)):
+            return ""
+        exact = all(rewrite.pass_.numerics is Numerics.EXACT for rewrite in rewrites)
+        with suppress(OutOfTimeError):
+            for part, references in self._references(phase_of(rewrites)):
                 found = references.verdicts(
                     self.context.program.model, map_state=self.context.history.state_map().forward,
                     numerics=Numerics.EXACT if exact else Numerics.REASSOCIATED,
                 )  # fmt: skip
                 if wrong := next((verdict.reason for verdict in found if not verdict.ok), ""):
                     return wrong
-                is_checked = True
-        except OutOfTimeError:
-            return "" if is_checked else None
+                for rewrite in rewrites:
+                    self._right.setdefault(rewrite, set()).add(part)
         return ""
 
-    def _references(self, phase: Phase) -> Iterator[References]:
-        """Yield the runs of the original: all of them or, where these take too long, smaller ones in the given mode
-        without gradients, which have to fit, and what else fits: each mode with gradients.
+    def has_seen(self, rewrite: Rewrite, rewrites: Sequence[Rewrite]) -> bool:
+        """Say whether the model was found right with a rewrite in each mode in which that and all `rewrites` hold, with
+        gradients where these count.
+        """
+        together = phase_of(rewrites)
+        phase = Phase.EVAL if together is Phase.EVAL else rewrite.phase
+        seen = {(mode, gradients) for mode, gradients, _ in self._right.get(rewrite, ())}
+        wanted = range(phase.covers_training, 2)
+        return all(any((mode, bool(gradients)) in seen for gradients in wanted) for mode in self._modes(phase))
+
+    def _modes(self, phase: Phase) -> Sequence[bool | None]:
+        return modes_to_check(self.model, phase, self.model.training)
+
+    def _references(self, phase: Phase) -> Iterator[tuple[_Part, References]]:
+        """Yield the runs of the original: all of them or, where these take too long, smaller ones: first in the given
+        mode without gradients, which tells soonest what is wrong.
         """
         budget, covers = self.context.budget, phase.covers_training
         if phase not in self._parts:
-            modes = tuple(modes_to_check(self.model, phase, self.model.training))
+            modes = self._modes(phase)
             is_short = budget.spent + _IN_FULL * budget.forward > budget.end_of_check
-            some = [((None,), False, Sizes.SMALLER), *(((mode,), covers, Sizes.SMALLER) for mode in modes)]
-            self._parts[phase] = list(dict.fromkeys(some)) if is_short else [(modes, covers, Sizes.RECORDED)]
+            first = [(modes[0], False, Sizes.SMALLER)] if is_short else []
+            sizes = Sizes.SMALLER if is_short else Sizes.RECORDED
+            self._parts[phase] = list(dict.fromkeys([*first, *((mode, covers, sizes) for mode in modes)]))
         for part in self._parts[phase]:
             if part not in self._runs:
-                modes, gradients, sizes = part
+                mode, gradients, sizes = part
                 self._runs[part] = References.taken(
-                    self.model, self.calls, modes, steady=True, gradients=gradients,
+                    self.model, self.calls, [mode], steady=True, gradients=gradients,
                     seed=self.context.request.seed, sizes=sizes, in_time=self.in_time,
                 )  # fmt: skip
-            yield self._runs[part]
+            yield part, self._runs[part]
 
 
 def phase_of(rewrites: Sequence[Rewrite]) -> Phase:
