@@ -35,16 +35,37 @@ _Held = frozenset[int]
 _NOTHING: _Held = frozenset()
 
 
-def frontier(problem: Problem) -> list[Schedule]:
-    """Return schedules of less and less memory, each the cheapest known for its own; the plain model comes first."""
+def frontier(problem: Problem, most: float | None = None) -> list[Schedule]:
+    """Return schedules of less and less memory, each the cheapest known for its own; the plain model comes first.
+
+    `most`: of so much memory or less, one is enough: the cheapest, or the smallest where none fits.
+    """
     solver, plain = _Solver(problem), problem.schedule(())
     if len(problem.spans) <= _EXACT:
         found = [plain]
         while (schedule := solver.solve(found[-1].peak - 1)) is not None:
             found.append(schedule)
         return front(found)
+    if most is not None and (fitting := _fitting(solver, plain, most)):
+        return front(fitting)
     smallest = _smallest(solver, plain.peak)
-    return front([plain, *smallest, *_ladder(solver, smallest, plain.peak)])
+    return front([plain, *smallest, *(_ladder(solver, smallest, plain.peak) if most is None else ())])
+
+
+def _fitting(solver: _Solver, plain: Schedule, most: float) -> list[Schedule]:
+    """Return schedules that fit, for limits from half of `most` up to it."""
+    if plain.peak <= most:
+        return [plain]
+    limits = [int(most)]
+    while limits[-1] > most / 2:
+        limits.append(limits[-1] - max(limits[-1] // solver.rung, 1))
+    found, dearest = list[Schedule](), math.inf
+    for limit in reversed(limits):
+        schedule = solver.solve(limit, dearest)
+        if schedule is not None:
+            found.append(schedule)
+            dearest = schedule.operations * _ROUNDED
+    return found
 
 
 def _smallest(solver: _Solver, most: int) -> list[Schedule]:
@@ -207,7 +228,8 @@ class _Solver:
         moves, group = np.repeat(moves, counts), np.repeat(group, counts)
         sizes = ways.numbers[0, before] + self._moves.numbers[0, moves]
         costs = ways.costs[before] + self._moves.costs[moves]
-        found = dict(zip((self._held[target] for target in targets), _thinned(sizes, costs, group), strict=True))
+        held_there = [self._held[int(target)] for target in targets]
+        found: dict[_Held, _Numbers] = dict(zip(held_there, _thinned(sizes, costs, group), strict=True))
         if len(found) > _HELD_SETS:
             cheap = sorted(found, key=lambda held: (costs[found[held][-1]], sizes[found[held][-1]], sorted(held)))
             small = sorted(found, key=lambda held: (sizes[found[held][0]], costs[found[held][0]], sorted(held)))
@@ -230,7 +252,7 @@ def _thinned(sizes: _Numbers, costs: _Costs, group: _Numbers) -> Iterator[_Numbe
     is_kept = np.ones(len(order), bool)
     is_kept[1:] = falling[1:] < np.minimum.accumulate(falling)[:-1]
     order = order[is_kept]
-    ends = np.searchsorted(group[order], np.arange(group.max() + 2)).tolist()
+    ends: list[int] = np.searchsorted(group[order], np.arange(int(group.max()) + 2)).tolist()
     return (order[_spread(first, end)] for first, end in pairwise(ends))
 
 
