@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchNorm", "added_up", "after_backward", "after_forward", "before_forward", "broadcast_together", "exchanged",
-    "gathered_in_order", "give_memory", "handed_to_all", "is_of_a_collective", "local_part", "shard_again",
-    "shared_store", "sync_batch_norm", "with_memory",
+    "gathered_in_order", "give_memory", "handed_to_all", "hold_group_of", "is_of_a_collective", "local_part",
+    "shard_again", "shared_store", "sync_batch_norm", "with_memory",
 ]  # fmt: skip
 
 
@@ -121,6 +122,21 @@ def handed_to_all(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
     whole: Any = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     return whole.to_local(grad_placements=[Partial()])
+
+
+def hold_group_of(reducer: DistributedDataParallel) -> None:
+    """Let the process group of torch's reducer go after the reducer.
+
+    Torch ends a group without Python's lock where Python lets go of it last, but with the lock where the reducer does,
+    and then waits for threads of gloo, which may wait for the lock: for ever.
+    """
+    owner: Any = reducer
+    for part in (owner.reducer, owner.logger):  # both hold the reducer
+        weakref.finalize(part, _let_go, owner.process_group).atexit = False
+
+
+def _let_go(group: Any) -> None:
+    """Take what was held so far."""
 
 
 def is_of_a_collective(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...compat import tensor_hooks
-from ...compat.distributed import after_backward, after_forward, before_forward, broadcast_together
+from ...compat.distributed import after_backward, after_forward, before_forward, broadcast_together, hold_group_of
 from ...errors import StateError
 from ...runtime.graphs import rank_local, trial_step
 
@@ -136,6 +136,7 @@ class Replica:
             nn.ParameterList(parameters), init_sync=False, gradient_as_bucket_view=True,
             find_unused_parameters=self._search, bucket_cap_mb=self._bucket_cap_mb,
         )  # fmt: skip
+        hold_group_of(self._reducer)
         if self._delayed:
             # Torch compares annotations with its own types, and finds text where they are postponed: it is given none.
             hook: Callable[[DelayedAverages, Any], Any] = lambda averages, bucket: averages.exchange(bucket)  # noqa: E731

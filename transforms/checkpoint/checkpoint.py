@@ -55,7 +55,7 @@ class Checkpoint(Pass):
         if reason:
             yield Refusal(reason, at="(root)")
             return
-        found = choices(program)
+        found = choices(program, lambda saved: limit_of(self.budget, saved))
         saved = found.problem.saved if program.held is None else program.held
         choice = self._chosen(found, saved)
         if not choice.stretches:

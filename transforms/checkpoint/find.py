@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...compat import has_hooks
@@ -177,28 +177,34 @@ class Choices:
     left_out: Mapping[str, str]  # name of a node -> why it is in no region
 
 
-def choices(program: Program) -> Choices:
-    """Return the regions worth choosing from for the model's first example call."""
+def choices(program: Program, limit: Callable[[int], float] | None = None) -> Choices:
+    """Return the regions worth choosing from for the model's first example call.
+
+    `limit`: says how many bytes may be held of a model that saves so many; by default all budgets are looked for.
+    """
     forward = traced_forward(program)
     search = Search(program, forward)
     found = search.stretches()
     problem = forward.problem(list(found), _OVERHEAD)
-    known = [Choice(each, tuple(found[region] for region in each.regions)) for each in frontier(problem)]
+    most = None if limit is None else limit(problem.saved if program.held is None else program.held)
+    known = [Choice(each, tuple(found[region] for region in each.regions)) for each in frontier(problem, most)]
     if len(found) <= _MOST_SPANS:
-        known += _in_another_order(program, forward, search, problem)
+        known += _in_another_order(program, forward, search, problem, most)
     schedules = {id(choice.schedule): choice for choice in known}
     best = [schedules[id(schedule)] for schedule in front([choice.schedule for choice in known])]
     return Choices(problem, best, search.left_out)
 
 
-def _in_another_order(program: Program, forward: Forward, search: Search, problem: Problem) -> list[Choice]:
+def _in_another_order(
+    program: Program, forward: Forward, search: Search, problem: Problem, most: float | None
+) -> list[Choice]:
     """Return what is found where each branch is finished before the next begins."""
     moved, order = reordered(forward, search.repeats)
     if order == sorted(order):
         return []
     found = Search(program, moved).stretches()
     choices: list[Choice] = []
-    for schedule in frontier(replace(problem, steps=moved.steps, spans=list(found))):
+    for schedule in frontier(replace(problem, steps=moved.steps, spans=list(found)), most):
         regions = [(frozenset(order[each.start : each.stop]), each.selective) for each in schedule.regions]
         expected = as_run(problem, regions)
         if expected is not None:

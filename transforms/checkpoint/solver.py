@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -36,16 +35,37 @@ _Held = frozenset[int]
 _NOTHING: _Held = frozenset()
 
 
-def frontier(problem: Problem) -> list[Schedule]:
-    """Return schedules of less and less memory, each the cheapest known for its own; the plain model comes first."""
+def frontier(problem: Problem, most: float | None = None) -> list[Schedule]:
+    """Return schedules of less and less memory, each the cheapest known for its own; the plain model comes first.
+
+    `most`: of so much memory or less, one is enough: the cheapest, or the smallest where none fits.
+    """
     solver, plain = _Solver(problem), problem.schedule(())
     if len(problem.spans) <= _EXACT:
         found = [plain]
         while (schedule := solver.solve(found[-1].peak - 1)) is not None:
             found.append(schedule)
         return front(found)
+    if most is not None and (fitting := _fitting(solver, plain, most)):
+        return front(fitting)
     smallest = _smallest(solver, plain.peak)
-    return front([plain, *smallest, *_ladder(solver, smallest, plain.peak)])
+    return front([plain, *smallest, *(_ladder(solver, smallest, plain.peak) if most is None else ())])
+
+
+def _fitting(solver: _Solver, plain: Schedule, most: float) -> list[Schedule]:
+    """Return schedules that fit, for limits from half of `most` up to it."""
+    if plain.peak <= most:
+        return [plain]
+    limits = [int(most)]
+    while limits[-1] > most / 2:
+        limits.append(limits[-1] - max(limits[-1] // solver.rung, 1))
+    found, dearest = list[Schedule](), math.inf
+    for limit in reversed(limits):
+        schedule = solver.solve(limit, dearest)
+        if schedule is not None:
+            found.append(schedule)
+            dearest = schedule.operations * _ROUNDED
+    return found
 
 
 def _smallest(solver: _Solver, most: int) -> list[Schedule]:
@@ -85,45 +105,31 @@ def front(found: Sequence[Schedule]) -> list[Schedule]:
 
 
 _Numbers = NDArray[np.int64]
+_Costs = NDArray[np.float64]
 
 
-@dataclass(frozen=True, eq=False)
-class _Ways:
-    """The ways of reaching a place with the same activations held, those of less memory first, the cheapest last."""
+class _Table:
+    """Rows of three whole numbers and a cost, one after another."""
 
-    sizes: _Numbers  # bytes held there
-    costs: NDArray[np.float64]  # so far
-    moves: _Numbers  # the numbers of the moves that led here
-    before: _Numbers  # which of the ways to where these start they follow
+    def __init__(self) -> None:
+        self.count = 0
+        self.numbers: _Numbers = np.empty((3, 1024), np.int64)
+        self.costs: _Costs = np.empty(1024)
 
-
-_Arrival = tuple[_Ways, int, int, int]
-"""Neighbouring ways to where a move starts, from one number to before another, and the number of the move."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Moves:
-    """All moves from a place and what is held there, each with what it does to a way."""
-
-    first: int  # the number of the first of them
-    targets: Sequence[tuple[int, _Held]]  # where each ends, and what is held there
-    added: _Numbers
-    needed: _Numbers
-    operations: NDArray[np.float64]
+    def add(self, first: _Numbers, second: _Numbers, third: _Numbers, costs: _Costs) -> slice:
+        """Append rows, and return where they are."""
+        start, self.count = self.count, self.count + len(costs)
+        if self.count > len(self.costs):
+            self.numbers = np.concatenate([self.numbers, np.empty((3, self.count), np.int64)], 1)
+            self.costs = np.concatenate([self.costs, np.empty(self.count)])
+        new = slice(start, self.count)
+        self.numbers[:, new] = first, second, third
+        self.costs[new] = costs
+        return new
 
 
-@dataclass(frozen=True)
-class _Move:
-    """From one place, and what is held there, to a later one."""
-
-    place: int  # where it starts
-    held: _Held
-    region: Region | None  # what is run again; None where a step just runs
-    stop: int  # where it ends
-    then: _Held
-    added: int  # bytes that are held in addition
-    needed: int  # bytes that must be free at its start
-    operations: float
+_Arrival = tuple[_Numbers, _Numbers, _Numbers]
+"""Numbers of moves to one place, each with the neighbouring ways that it follows: from which one, to before which."""
 
 
 class _Solver:
@@ -132,96 +138,122 @@ class _Solver:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self.rung = _RUNG if len(problem.spans) <= _MANY else _WIDE_RUNG
-        self._regions: dict[int, list[tuple[Region, Recomputed]]] = defaultdict(list)
+        regions: dict[int, list[Region]] = defaultdict(list)
         for region in dict.fromkeys(problem.spans):
-            self._regions[region.start].append((region, problem.recomputed(region)))
-        self._moves: list[_Move] = []
-        self._from: dict[tuple[int, _Held], _Moves] = {}
+            regions[region.start].append(region)
+        self._again: list[list[tuple[Region | None, int, Recomputed]]] = [
+            sorted(
+                [(None, place + 1, problem.stepped(place))]
+                + [(region, region.stop, problem.recomputed(region)) for region in regions[place]],
+                key=lambda move: move[1],
+            )
+            for place in range(len(problem.steps))
+        ]  # by place: what may be done there, by where that ends
+        self._ends = [_neighbours([stop for _, stop, _ in moves]) for moves in self._again]
+        self._moves = _Table()  # bytes that are held in addition, or must be free; what is held at the end; operations
+        self._chosen: list[Region | None] = []  # by move: what is run again; None where a step just runs
+        self._from: dict[tuple[int, _Held], slice] = {}
+        self._targets: dict[tuple[int, _Held], int] = {}
+        self._held: list[_Held] = []  # by target
 
     def solve(self, limit: int, dearest: float = math.inf) -> Schedule | None:
         """Return the cheapest schedule that holds no more than `limit` bytes at once and costs no more, or None."""
-        end = len(self._problem.steps)
-        arrivals: list[dict[_Held, list[_Arrival]]] = [defaultdict(list) for _ in range(end + 1)]
-        settled = [{_NOTHING: _Ways(np.zeros(1, np.int64), np.zeros(1), np.full(1, -1), np.full(1, -1))}]
+        end, ways = len(self._problem.steps), _Table()  # bytes held; the move that led here; the way before; costs
+        none = np.full(1, -1)
+        settled = {_NOTHING: ways.add(np.zeros(1, np.int64), none, none, np.zeros(1))}
+        arrivals: list[list[_Arrival]] = [[] for _ in range(end + 1)]
         for place in range(end):
-            for held, ways in settled[place].items():
-                moves = self._moves_from(place, held)
-                most = np.minimum(limit + self._problem.room - moves.needed, limit - moves.added)
-                stops = ways.sizes.searchsorted(most, "right").tolist()
-                starts = (len(ways.costs) - ways.costs[::-1].searchsorted(dearest - moves.operations, "right")).tolist()
-                for number, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-                    if start < stop:
-                        to, then = moves.targets[number]
-                        arrivals[to][then].append((ways, start, stop, moves.first + number))
-            settled.append(self._settled(arrivals[place + 1]))
-        return self._problem.schedule(self._path(settled)) if settled[end] else None
+            parts = [
+                self._possible(ways, at, self._moves_from(place, held), limit, dearest) for held, at in settled.items()
+            ]
+            for stop, columns in self._ends[place] if parts else ():
+                numbers, starts, stops = (np.concatenate([each[row][columns] for each in parts]) for row in range(3))
+                arrivals[stop].append((numbers, starts, stops))
+            settled = self._settled(ways, arrivals[place + 1])
+        if not settled:
+            return None
+        (last,) = settled.values()  # nothing crosses the end
+        return self._problem.schedule(self._path(ways, last.stop - 1))
 
-    def _moves_from(self, place: int, held: _Held) -> _Moves:
+    def _possible(self, ways: _Table, at: slice, moves: slice, limit: int, dearest: float) -> _Arrival:
+        """Return the moves from a place, and which of the ways to it each may follow."""
+        added, needed, _ = self._moves.numbers[:, moves]
+        most = np.minimum(limit + self._problem.room - needed, limit - added)
+        stops = at.start + ways.numbers[0, at].searchsorted(most, "right")
+        starts = at.stop - ways.costs[at][::-1].searchsorted(dearest - self._moves.costs[moves], "right")
+        return np.arange(moves.start, moves.stop), starts, stops
+
+    def _moves_from(self, place: int, held: _Held) -> slice:
         """Return all moves from a place; they are the same for every limit."""
         known = self._from.get((place, held))
         if known is not None:
             return known
-        first = len(self._moves)
-        for region, again in ((None, self._problem.stepped(place)), *self._regions[place]):
-            stop = place + 1 if region is None else region.stop
-            then = (held | again.keeps) & self._problem.crossing[stop]
-            added = self._problem.bytes_of(again.keeps - held)
-            needed = added + again.needs
-            self._moves.append(_Move(place, held, region, stop, then, added, needed, again.operations))
-        made = self._moves[first:]
-        known = self._from[place, held] = _Moves(
-            first, [(move.stop, move.then) for move in made], np.array([move.added for move in made]),
-            np.array([move.needed for move in made]), np.array([move.operations for move in made]),
-        )  # fmt: skip
+        added, needed, targets, operations = list[int](), list[int](), list[int](), list[float]()
+        for region, stop, again in self._again[place]:
+            added.append(self._problem.bytes_of(again.keeps - held))
+            needed.append(added[-1] + again.needs)
+            targets.append(self._target(stop, (held | again.keeps) & self._problem.crossing[stop]))
+            operations.append(again.operations)
+            self._chosen.append(region)
+        numbers = (np.array(each, np.int64) for each in (added, needed, targets))
+        known = self._from[place, held] = self._moves.add(*numbers, np.array(operations))
         return known
 
-    def _path(self, settled: Sequence[Mapping[_Held, _Ways]]) -> list[Region]:
-        """Return the regions on the cheapest way to the end; of equally cheap ones, that which holds least."""
-        (ways,) = settled[-1].values()  # nothing crosses the end
-        regions, at = list[Region](), -1
-        while (number := int(ways.moves[at])) >= 0:
-            move, at = self._moves[number], int(ways.before[at])
-            if move.region is not None:
-                regions.append(move.region)
-            ways = settled[move.place][move.held]
+    def _target(self, place: int, held: _Held) -> int:
+        number = self._targets.setdefault((place, held), len(self._held))
+        if number == len(self._held):
+            self._held.append(held)
+        return number
+
+    def _path(self, ways: _Table, at: int) -> list[Region]:
+        """Return the regions on a way to the end: on the last one, the cheapest that holds least."""
+        regions = list[Region]()
+        while (number := int(ways.numbers[1, at])) >= 0:
+            region, at = self._chosen[number], int(ways.numbers[2, at])
+            if region is not None:
+                regions.append(region)
         return regions
 
-    def _settled(self, arrivals: Mapping[_Held, Sequence[_Arrival]]) -> dict[_Held, _Ways]:
-        """Return the ways to a place worth following."""
-        found = self._thinned(arrivals) if arrivals else {}
-        if len(found) <= _HELD_SETS:
-            return found
-        cheap = sorted(found, key=lambda held: (found[held].costs[-1], found[held].sizes[-1], sorted(held)))
-        small = sorted(found, key=lambda held: (found[held].sizes[0], found[held].costs[0], sorted(held)))
-        return {held: found[held] for held in dict.fromkeys((*cheap[: _HELD_SETS // 2], *small[: _HELD_SETS // 2]))}
+    def _settled(self, ways: _Table, arrivals: Sequence[_Arrival]) -> dict[_Held, slice]:
+        """Return the ways to a place worth following: those of less memory first, the cheapest last."""
+        if not arrivals:
+            return {}
+        moves, starts, stops = (np.concatenate([each[row] for each in arrivals]) for row in range(3))
+        is_possible = starts < stops
+        moves, starts, counts = moves[is_possible], starts[is_possible], (stops - starts)[is_possible]
+        if not len(moves):
+            return {}
+        before = np.arange(counts.sum()) + np.repeat(starts - np.cumsum(counts) + counts, counts)
+        targets, group = np.unique(self._moves.numbers[2, moves], return_inverse=True)
+        moves, group = np.repeat(moves, counts), np.repeat(group, counts)
+        sizes = ways.numbers[0, before] + self._moves.numbers[0, moves]
+        costs = ways.costs[before] + self._moves.costs[moves]
+        held_there = [self._held[int(target)] for target in targets]
+        found: dict[_Held, _Numbers] = dict(zip(held_there, _thinned(sizes, costs, group), strict=True))
+        if len(found) > _HELD_SETS:
+            cheap = sorted(found, key=lambda held: (costs[found[held][-1]], sizes[found[held][-1]], sorted(held)))
+            small = sorted(found, key=lambda held: (sizes[found[held][0]], costs[found[held][0]], sorted(held)))
+            few = dict.fromkeys((*cheap[: _HELD_SETS // 2], *small[: _HELD_SETS // 2]))
+            found = {held: found[held] for held in few}
+        return {held: ways.add(sizes[at], moves[at], before[at], costs[at]) for held, at in found.items()}
 
-    def _thinned(self, arrivals: Mapping[_Held, Sequence[_Arrival]]) -> dict[_Held, _Ways]:
-        """Return by what is held the ways that no other beats, the smallest first; of many those furthest apart."""
-        every = [arrival for each in arrivals.values() for arrival in each]
-        counts = [stop - start for _, start, stop, _ in every]
-        numbers = np.array([number for *_, number in every])
-        moves = [self._moves[number] for *_, number in every]
-        sizes = np.concatenate([ways.sizes[start:stop] for ways, start, stop, _ in every])
-        costs = np.concatenate([ways.costs[start:stop] for ways, start, stop, _ in every])
-        sizes += np.repeat([move.added for move in moves], counts)
-        costs += np.repeat([move.operations for move in moves], counts)
-        of = np.repeat(np.arange(len(every)), counts)
-        group = np.repeat(np.arange(len(arrivals)), [len(each) for each in arrivals.values()])[of]
-        order = np.lexsort((numbers[of], costs, sizes, group))
-        # The least cost before, group by group: those of a later group are all made smaller than those of an earlier.
-        rank = np.unique(costs, return_inverse=True)[1][order] - group[order] * len(order)
-        is_kept = np.ones(len(order), bool)
-        is_kept[1:] = rank[1:] < np.minimum.accumulate(rank)[:-1]
-        order = order[is_kept]
-        starts = np.array([start for _, start, _, _ in every]) - np.cumsum(counts) + counts
-        before: _Numbers = (order + starts[of[order]]).astype(np.int64)
-        sizes, costs, of = sizes[order], costs[order], numbers[of[order]]
-        ends = np.searchsorted(group[order], np.arange(len(arrivals) + 1)).tolist()
-        chosen = (_spread(first, end) for first, end in pairwise(ends))
-        return {
-            held: _Ways(sizes[each], costs[each], of[each], before[each])
-            for held, each in zip(arrivals, chosen, strict=True)
-        }
+
+def _neighbours(stops: Sequence[int]) -> list[tuple[int, slice]]:
+    """Return where equal ones of sorted numbers lie."""
+    bounds = [0, *(place for place in range(1, len(stops)) if stops[place] != stops[place - 1]), len(stops)]
+    return [(stops[first], slice(first, end)) for first, end in pairwise(bounds)]
+
+
+def _thinned(sizes: _Numbers, costs: _Costs, group: _Numbers) -> Iterator[_Numbers]:
+    """Yield for each group the ways that no other beats, the smallest first; of many those furthest apart."""
+    order = np.lexsort((costs, sizes + group * (sizes.max() + 1)))
+    # The least cost before, group by group: those of a later group are all made smaller than those of an earlier.
+    falling = costs[order] - group[order] * (1.001 * costs.max() + 1)
+    is_kept = np.ones(len(order), bool)
+    is_kept[1:] = falling[1:] < np.minimum.accumulate(falling)[:-1]
+    order = order[is_kept]
+    ends: list[int] = np.searchsorted(group[order], np.arange(int(group.max()) + 2)).tolist()
+    return (order[_spread(first, end)] for first, end in pairwise(ends))
 
 
 def _spread(first: int, end: int) -> slice | _Numbers:

@@ -34,6 +34,7 @@ class SplitBlock:
     numbers: Numbers = field(default_factory=dict[str, dict[str, dict[str, list[Any]]]])
     # of layers whose outputs are several parts, of which each process gets a share: how large these are
     sections: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    one_head: str = ""  # the node, if any, whose shape says that a layer's outputs are one head
 
     @property
     def whole(self) -> SplitBlock:
@@ -46,6 +47,7 @@ class SplitBlock:
             one.columns += two.columns
             one.rows += two.rows
             one.stop = one.stop or two.stop
+            one.one_head = one.one_head or two.one_head
             two.joined = one
         return one
 

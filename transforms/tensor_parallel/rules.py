@@ -14,7 +14,7 @@ from ...operators import canonical_name, info_of, normalized_arguments
 from ...passes.rewriting import shape_of
 from .axes import SplitAxis, SplitSize, SplitTensor, Stop, joined, parts_in, settled, sizes_of
 
-__all__ = ["SplitCall", "result_of"]
+__all__ = ["SplitCall", "one_head", "result_of"]
 
 
 def position_after(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> int | None:
@@ -85,6 +85,16 @@ def result_of(call: SplitCall) -> Any:
     if info_of(call.node).elementwise or name in _ALONGSIDE or name in _CASTS:
         return _aligned(call)
     raise Stop(f"'{call.node.name}' ({name or call.node.target}) needs the whole of it", is_near=name is not None)
+
+
+def one_head(call: SplitCall, heads: Sequence[str]) -> Stop | None:
+    """Say of a product that is not computed by parts that it is of one head; `heads`: where its operands became one."""
+    named = next(filter(None, heads), None)
+    if named is None or len(heads) < 2 or canonical_name(call.node) not in ("matmul", "scaled_dot_product_attention"):
+        return None
+    is_all = all(heads)  # else there are more queries than keys
+    what = "1 head does" if is_all else "1 head of keys and values does"
+    return Stop(f"{what} not divide by {call.processes} processes ('{named}')", is_uneven=is_all)
 
 
 def _attribute(call: SplitCall) -> Any:
@@ -310,6 +320,7 @@ def _reshaped(call: SplitCall) -> SplitTensor:
     if place is None:
         raise Stop(f"'{call.node.name}' takes the dimension that is split apart")
     size = before[part.dim]
+    _note_one_head(call, part, len(before), after, place)
     if after[place] != size:
         counts_sections = part.axis is not None and _counts_sections(after[place:], size, call.processes)
         is_share = after[place] % call.processes == 0
@@ -328,6 +339,12 @@ def _reshaped(call: SplitCall) -> SplitTensor:
     if canonical_name(call.node) != "flatten":
         _write_size(call, place, len(after))
     return replace(part, dim=place - len(after))
+
+
+def _note_one_head(call: SplitCall, part: SplitTensor, rank: int, after: tuple[int, ...], place: int) -> None:
+    """Note where outputs of a layer get a dimension that counts one head."""
+    if rank < len(after) == 4 and place == 3 and after[2] == 1:
+        part.block.whole.one_head = part.block.whole.one_head or call.node.name
 
 
 def _counts_sections(sizes: Sequence[int], size: int, processes: int) -> bool:

@@ -21,7 +21,7 @@ from ...runtime.values import qualified, user_class
 from ...tracing.program import Program, TensorOwners
 from .axes import SplitAxis, SplitBlock, SplitSize, SplitTensor, Stop, parts_in, settled
 from .prepare import prepare
-from .rules import SplitCall, result_of
+from .rules import SplitCall, one_head, result_of
 from .vocabulary import vocabularies_in
 
 if TYPE_CHECKING:
@@ -151,10 +151,11 @@ class _Walk(Opener):
             return self.module(qualified(name, path), owner.get_submodule(path), value(node.args), value(node.kwargs))
         call = SplitCall(node, value, self.processes)
         parts, result = _alive(call.parts), None
+        heads = [part.block.whole.one_head for part in parts]  # blocks that meet become one
         try:
             result = result_of(call) if parts else None
         except Stop as stop:
-            _stop_all(call.parts, stop)
+            _stop_all(call.parts, one_head(call, heads) or stop)
         else:
             self._note_numbers(call, parts, place)
         return result

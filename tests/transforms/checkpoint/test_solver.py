@@ -132,3 +132,16 @@ def test_less_memory_never_costs_less() -> None:
         found = frontier(problem(200 + seed, 9, chain=bool(seed % 2)))
         assert all(a.peak > b.peak and a.operations < b.operations for a, b in itertools.pairwise(found))
         assert found[0].operations == 0
+
+
+def test_a_search_for_one_limit_costs_no_more_than_one_for_all() -> None:
+    for seed in range(6):
+        given = problem(200 + seed, 9, chain=True)
+        every = frontier(given)
+        for share in (2.0, 0.9, 0.6, 0.4, 0.0):
+            limit = share * given.saved
+            known, found = (
+                next((s for s in each if s.peak <= limit), None) for each in (every, frontier(given, limit))
+            )
+            assert known is None or (found is not None and found.operations <= known.operations * (1 + 1e-9))
+        assert frontier(given, 0.0)[-1].peak == every[-1].peak

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 import tempfile
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 import torch
 from across_ranks import said, uneven_rows
 from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fxopt
@@ -334,6 +337,24 @@ def test_a_call_that_does_not_train_is_named() -> None:
     refused = [d.reason for d in plan.decisions if d.status == "refused"]
     assert len(refused) == 1
     assert refused[0].startswith("example call 0 raised ValueError in training: Expected more than 1 value")
+
+
+def test_a_process_group_ends_after_the_reducer() -> None:
+    """Where the reducer is the last to hold it, torch waits for threads of gloo with Python's lock held: for ever."""
+    ended = list[str]()
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    fast = optimized(nn.Linear(4, 4), torch.ones(2, 4))
+    fast(torch.ones(2, 4)).sum().backward()
+    (held,) = [each for each in gc.get_objects() if type(each) is DistributedDataParallel]
+    for part, name in ((held.reducer, "reducer"), (held.logger, "logger"), (held.process_group, "group")):
+        weakref.finalize(part, ended.append, name)
+    del held, part
+    distributed.destroy_process_group()
+    assert ended == []
+    del fast
+    gc.collect()
+    assert sorted(ended[:2]) == ["logger", "reducer"]
+    assert ended[2:] == ["group"]
 
 
 def test_without_replicas_no_sync_does_nothing() -> None:

@@ -74,6 +74,25 @@ def test_mlps_with_and_without_a_gate() -> None:
 
 def test_heads_that_do_not_divide() -> None:
     assert "2 heads do not divide by 4 processes ('view" in reason(Attention(heads=2), processes=4)
+    program = capture_program(Attention(heads=1), X)
+    message = r"'q' cannot be split: 1 head does not divide by 2 processes \('view'\); give another number of processes"
+    with pytest.raises(UsageError, match=message):
+        blocks_in(program, 2, must_divide=True)
+
+
+def test_one_head_of_keys_keeps_layers_whole() -> None:
+    class Shared(Attention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.k, self.v = nn.Linear(16, 4), nn.Linear(16, 4)
+
+    blocks, refusals = blocks_in(capture_program(Shared(), X), 2, must_divide=True)
+    assert blocks == []
+    (reason,) = (refusal.reason for refusal in refusals if refusal.at == "q")
+    assert reason.startswith("1 head of keys and values does not divide by 2 processes ('view")
+
+
+def test_outputs_that_do_not_divide() -> None:
     assert reason(nn.Sequential(nn.Linear(16, 9), nn.Linear(9, 2))) == "its 9 outputs do not divide by 2 processes"
 
 
