@@ -198,7 +198,8 @@ class Manager:
     def _run_pass(self, pass_: Pass) -> None:
         """Decide what a pass finds; where what landed overlaps with other sites, look again."""
         if self.context.check_of(pass_) is Check.NEVER:
-            self.history.skip(pass_, Reason(Cause.NOT_CHECKED, self.context.budget.values))
+            if not self._is_done_with(pass_):
+                self.history.skip(pass_, Reason(Cause.NOT_CHECKED, self.context.budget.values))
             return
         known: set[str] = set()
         overtaken: list[Site] = []
@@ -215,6 +216,12 @@ class Manager:
                 break
         for site in overtaken:
             self.history.refuse(pass_, Refusal(Reason.of(Cause.OVERTAKEN), site.label or site.owner or "(root)"))
+
+    def _is_done_with(self, pass_: Pass) -> bool:
+        """Say whether another pass, whose rewrites stand, has done the work of this one and left it no place."""
+        if not any(pass_.name in rewrite.pass_.includes for rewrite in self.rewrites):
+            return False
+        return not any(isinstance(item, Site) for item in admitted(self._tuner, pass_))
 
     def _decide_all(self, pass_: Pass, items: Sequence[Site | Refusal]) -> None:
         groups = narrowed(self.program, pass_, grouped(pass_, items), self.context.budget)
