@@ -84,7 +84,7 @@ class Manager:
         if self._baseline is not None and not contest.decide(partial(self._run_all, contest)):
             self.traces = traces
         self.context.snapshot.put_back()
-        self._time_whole()
+        self._time_and_take_up(contest)
         with self.context.budget.spending(Stage.WHOLE):
             self.timings = with_other_sizes(self.context, self._original, self.timings)
 
@@ -102,6 +102,17 @@ class Manager:
             if costs_time and self._baseline is not None:
                 self._settled, self._baseline = tuple(self.rewrites), shallow_clone(self.program.model)
         self.context.budget.begin_pass()  # what follows is of no pass
+
+    def _time_and_take_up(self, contest: Contest) -> None:
+        """Time the whole model; where all that a pass took goes, let those behind it run once more, and time that."""
+        before = tuple(self.rewrites)
+        while self._time_whole():
+            traces = list(self.traces)
+            if not contest.take_up(before, partial(self._run_all, contest)):
+                self.traces = traces
+                return
+            self.context.snapshot.put_back()
+            before = tuple(self.rewrites)
 
     def _time_whole(self) -> bool:
         """Time the model as it stands, where passes for speed have run; return whether rewrites were taken back."""
