@@ -18,7 +18,7 @@ from ...tracing.program import Program, is_on_meta
 from ..contract import Pass
 from ..rewriting import Snapshot
 from ..sites import Cause, Goal, Reason, Refusal, Site
-from ..timing import Stage
+from ..timing import Interval, Stage
 from .context import Check, Progress, RunContext
 from .equal_blocks import Block, EqualBlocks, Precedent, kinds_to_time
 from .groups import Candidate, Group, grouped, narrowed, rewriting, sharing
@@ -104,15 +104,23 @@ class Manager:
         self.context.budget.begin_pass()  # what follows is of no pass
 
     def _time_and_take_up(self, contest: Contest) -> None:
-        """Time the whole model; where all that a pass took goes, let those behind it run once more, and time that."""
+        """Time the whole model; where what a pass took goes, or gains little, let those behind it run without that."""
         before = tuple(self.rewrites)
-        while self._time_whole():
-            traces = list(self.traces)
-            if not contest.take_up(before, partial(self._run_all, contest)):
-                self.traces = traces
-                return
+        self._time_whole()
+        if self._baseline is None:
+            return
+        timings, traces, gain = self.timings, list(self.traces), self._speed.mid
+        earlier = contest.run_without(before, gain, partial(self._run_all, contest))
+        if earlier is not None:
             self.context.snapshot.put_back()
-            before = tuple(self.rewrites)
+            self._time_and_take_up(contest)  # of what was found now something may go, too
+        if earlier is None or not contest.keeps(earlier, gain, self._speed):
+            self.timings, self.traces = timings, traces
+
+    @property
+    def _speed(self) -> Interval:
+        """Return how many times as fast the whole model is as it stands: 1 where nothing stands that was timed."""
+        return Interval.of(self.timings) if self.timings else Interval(1.0, 1.0, 1.0)
 
     def _time_whole(self) -> bool:
         """Time the model as it stands, where passes for speed have run; return whether rewrites were taken back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from ..history import History, Rewrite
 from ..tuner import CLEAR, Tuner
 from .timed import WholeModel
 
-__all__ = ["Contest"]
+__all__ = ["Contest", "Earlier"]
 
 _EQUAL = 1.02
 """The other model may be slower by this factor: it keeps no second copy of the weights."""
@@ -29,13 +30,24 @@ Run = Callable[[Sequence[int]], None]
 
 
 @dataclass(frozen=True)
-class _Earlier:
-    """What stood from a place on before passes ran once more: rewrites, all decisions, and the model with them."""
+class Earlier:
+    """What stood before passes ran once more behind one, at a step: all rewrites and decisions, and the model."""
 
-    place: int
+    step: int
     rewrites: Sequence[Rewrite]
     decisions: Sequence[Decision]
     model: nn.Module
+
+    @property
+    def place(self) -> int:
+        """Return how many rewrites come before the first one that the pass or one behind it wrote."""
+        behind = [each.decision.step >= self.step for each in self.rewrites]
+        return behind.index(True) if True in behind else len(behind)
+
+    @property
+    def without(self) -> list[Rewrite]:
+        """Return what the pass itself wrote, which the others ran without."""
+        return [each for each in self.rewrites if each.decision.step == self.step]
 
 
 @dataclass
@@ -75,49 +87,59 @@ class Contest:
             self._history.undo(rewrite, no_faster(speed, Cause.FASTER_WITHOUT))
         return True
 
-    def take_up(self, before: Sequence[Rewrite], run: Run) -> bool:
-        """Let passes run once more behind one that took parts of the model for itself, and of which nothing stands any
-        more of what did `before`; return whether what they find now stands. They have as much time again as all had.
+    def run_without(self, before: Sequence[Rewrite], gain: float, run: Run) -> Earlier | None:
+        """Let passes run once more behind one that took parts of the model for itself, without what that took: where
+        nothing stands any more of what did `before`, or the whole model gains so little that others may gain more.
+
+        Returns what stood; they have as much time again as all had.
         """
-        gone = self._gone(before)
-        if gone is None:
-            return False
-        step = gone.decision.step
+        first = self._gone(before) or (self._yielding if gain < CLEAR else None)
+        if first is None or self.tuner.context.program.training:
+            return None
         self.tuner.context.budget.begin_again()
-        earlier = self._run_again(step, range(step + 1, len(self.passes)), gone.pass_.name, run)
-        if earlier is None:
-            return False
-        self.decide(run)
-        speed = self._speed_beside(earlier.model) if earlier.rewrites else None  # else it is timed next, by itself
-        is_found = len(self._history.rewrites) > earlier.place
-        if not is_found or (earlier.rewrites and (speed is None or speed.mid <= _EQUAL)):
+        step = first.decision.step
+        earlier = self._run_again(step, range(step + 1, len(self.passes)), first.pass_.name, run)
+        if earlier is not None:
+            self.decide(run)
+        return earlier
+
+    def keeps(self, earlier: Earlier, gain: float, speed: Interval) -> bool:
+        """Let what passes found without another one stand where the whole model has a `speed` with it that is more than
+        the `gain` before, else what stood; return whether that is the former.
+        """
+        if speed.mid <= gain * _EQUAL:
             self._put_back(earlier)
             return False
+        by = Interval(speed.low / gain, speed.mid / gain, speed.high / gain)
+        for rewrite in earlier.without:
+            self._history.undo(rewrite, no_faster(by, Cause.FASTER_WITHOUT))
         return True
 
     def _gone(self, before: Sequence[Rewrite]) -> Rewrite | None:
         """Return the first rewrite that went with all others of its pass, which took parts of the model for itself."""
         standing = {each.decision.step for each in self._history.rewrites}
-        last = len(self.passes) - 1
         gone = [
             each for each in before
-            if each.decision.step not in standing and each.decision.step < last
+            if each.decision.step not in standing and each.decision.step < len(self.passes) - 1
             and (each.pass_.contested or each.pass_.numerics is Numerics.APPROXIMATE)
         ]  # fmt: skip
-        is_training = self.tuner.context.program.training
-        return None if is_training else min(gone, key=lambda each: each.decision.step, default=None)
+        return min(gone, key=lambda each: each.decision.step, default=None)
 
-    def _run_again(self, step: int, behind: Sequence[int], without: str, run: Run) -> _Earlier | None:
+    @property
+    def _yielding(self) -> Rewrite | None:
+        """Return a rewrite of a pass that stands only where no other is faster, and that a contested one is behind."""
+        found = (each for each in self._history.rewrites if each.pass_.yields and not each.group.required)
+        return next((each for each in found if any(p.contested for p in self.passes[each.decision.step + 1 :])), None)
+
+    def _run_again(self, step: int, behind: Sequence[int], without: str, run: Run) -> Earlier | None:
         """Run passes `behind` one on the model without what that and later ones wrote; return what stood, or None where
         one raises, and what stood stands.
         """
         history = self._history
-        steps = [each.decision.step >= step for each in history.rewrites]
-        place = steps.index(True) if True in steps else len(steps)
-        stood = tuple(history.rewrites[place:])
         model = shallow_clone(self.tuner.context.program.model)
-        earlier = _Earlier(place, stood, tuple(history.decisions), model)
-        self.tuner.stand_again(stood, [each for each in stood if each.decision.step < step])
+        earlier = Earlier(step, tuple(history.rewrites), tuple(history.decisions), model)
+        undone = earlier.rewrites[earlier.place :]
+        self.tuner.stand_again(undone, [each for each in undone if each.decision.step < step])
         history.decisions[:] = [each for each in history.decisions if each.step not in behind]
         for number in behind:
             history.landed_at.pop(number, None)
@@ -154,9 +176,11 @@ class Contest:
         """Return how many times as fast as another model the present one is; None where there is no time to race."""
         return WholeModel(self.tuner, other).raced().speed if self._has_time else None
 
-    def _put_back(self, earlier: _Earlier) -> None:
+    def _put_back(self, earlier: Earlier) -> None:
         history = self._history
-        lost = self.tuner.stand_again(history.rewrites[earlier.place :], earlier.rewrites)
+        pairs = zip(history.rewrites, earlier.rewrites, strict=False)
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1], pairs))
+        lost = self.tuner.stand_again(history.rewrites[same:], earlier.rewrites[same:])
         history.decisions[:] = earlier.decisions
         history.lose(lost)
 

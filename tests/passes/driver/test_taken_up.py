@@ -68,6 +68,20 @@ class Round(Write):
 
 
 @dataclasses.dataclass(frozen=True)
+class Yield(Round):
+    """The same, where nothing else is faster."""
+
+    yields: ClassVar[bool] = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Take(Write):
+    """Take what is left as an engine would."""
+
+    contested: ClassVar[bool] = True
+
+
+@dataclasses.dataclass(frozen=True)
 class Breaks(Write):
     """Raise where it writes anything."""
 
@@ -157,3 +171,27 @@ def test_where_a_pass_raises_then_what_stood_stays(monkeypatch: pytest.MonkeyPat
     assert written_in(manager.program.model) == {"product": 2}
     note = manager.decisions[-1]
     assert (note.pass_name, note.cause) == ("breaks", "whole_model.raised_without")
+
+
+@pytest.mark.parametrize(
+    ("rounded", "own", "stays"), [(-10, -12, "own"), (-10, -5, "rounded"), (-10, -10, "rounded"), (-20, -30, "rounded")]
+)
+def test_one_that_yields_stays_only_where_it_is_fastest_or_gains_much(
+    monkeypatch: pytest.MonkeyPatch, rounded: float, own: float, stays: str
+) -> None:
+    manager, races = run(monkeypatch, {"rounded": rounded, "own": own}, Yield(), Take())
+    assert written_in(manager.program.model) == {stays: 2}
+    assert (races() == 1) is (rounded == -20)  # it gains 1.67x: nothing runs again
+    if stays == "own":
+        assert by_status(manager) == {("yield", "undone"): 2, ("take", "applied"): 2}
+        reasons = {each.reason for each in manager.decisions if each.reason}
+        assert reasons == {"without it, the passes behind it make the whole model 1.05x as fast"}
+        assert manager.timings is not None and manager.timings["speedup"] == pytest.approx(100 / 76)
+    else:
+        assert by_status(manager) == {("yield", "applied"): 2}
+        assert [each.applied for each in manager.traces] == [2, 0]
+
+
+def test_one_that_yields_is_not_compared_where_no_contested_pass_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, races = run(monkeypatch, {"rounded": -5, "own": -10}, Yield(), Write())
+    assert written_in(manager.program.model) == {"rounded": 2} and races() == 1
