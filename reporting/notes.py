@@ -14,7 +14,7 @@ from ..compat import all_modules
 from ..errors import NothingDoneWarning, UnverifiedWarning, UsageError
 from ..layers.delegated import held_bytes
 from ..passes.driver import lost_hooks_text
-from ..passes.pipeline import find_pass
+from ..passes.pipeline import find_pass, parse
 from ..passes.sites import Cause, Phase
 from ..runtime.graphs import capture_of
 from ..runtime.record import Decision
@@ -282,7 +282,17 @@ def _said(record: Record, name: str, texts: Sequence[str]) -> str:
     mine = [decision for decision in record.plan.decisions if decision.step in steps]
     if not steps or any(decision.status == "applied" for decision in mine):
         return ""
+    if not mine and _is_done_by_another(record, name):
+        return ""  # as it is meant: quantize folds norms itself, and fold_batchnorm takes those that it leaves
     return f"{name} changed nothing: {_why(mine)}"
+
+
+def _is_done_by_another(record: Record, name: str) -> bool:
+    """Say whether a pass that has changed something does the work of another one on its way."""
+    texts = {record.plan.pipeline[each.step] for each in record.plan.decisions if each.status == "applied"}
+    with suppress(UsageError):  # a pass that was given as a value need not be known by its name
+        return any(name in pass_.includes for text in texts for pass_ in parse(text))
+    return False
 
 
 def _why(decisions: Sequence[Decision]) -> str:

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from ..errors import UsageError
-from ..layers.quantized import FakeQuantized, Range, check_in_floats, fake_quantized, freezable, freeze
+from ..errors import MatchFailure, UsageError
+from ..layers.quantized import TRAINED, FakeQuantized, Range, check_in_floats, fake_quantized, freezable, freeze
 from ..passes.contract import Pass, check_named, module_words, word_for
 from ..passes.rewriting import Edit, holds_inputs_first
 from ..passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
@@ -102,8 +102,11 @@ class Qat(Pass):
                 yield Site(program, name, {}, data={"freezes": True}, detail="its statistics can be frozen")
 
     def rewrite(self, site: Site, edit: Edit) -> None:
-        old = edit.owner
-        if user_class(type(old)) in _NORMS:
+        old, kind = edit.owner, user_class(type(edit.owner))
+        if kind not in TRAINED:  # a plan says what the layer is
+            again = "; repeat the plan on the model as it was before qat" if kind in TRAINED.values() else ""
+            raise MatchFailure(f"it is a {kind.__name__} by now{again}")
+        if kind in _NORMS:
             edit.replace_module("", freezable(old, self.freeze_after))
             return
         start, group = Range(site.data["scale"], site.data["zero_point"]), 0 if self.per_channel else -1

@@ -47,6 +47,8 @@ class Pass:
             and verified with the whole model. So are those of an approximate pass whose `judgement` tells their error.
         contested: it takes parts of the model that passes behind it would rewrite in another way. Where its gain is
             small, these run once more without what it did, and the faster of the two models stays.
+        yields: it takes parts of the model only where nothing else is faster. Where the whole model gains little, and a
+            contested pass is behind, those behind run once more without it, and the faster of the two models stays.
         trains_by_call: of a pass with `finalize`: a step of training can be made by calling the result.
         prepares: of a pass whose result is to be trained: the pass, as text, that takes over what was learned there.
             `fxopt.search` tries both together, where it can train.
@@ -67,6 +69,7 @@ class Pass:
     trainable: ClassVar[bool] = True
     profiles_itself: ClassVar[bool] = False
     contested: ClassVar[bool] = False
+    yields: ClassVar[bool] = False
     trains_by_call: ClassVar[bool] = True
     prepares: ClassVar[str] = ""
     before: ClassVar[tuple[str, ...]] = ()

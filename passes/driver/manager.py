@@ -18,7 +18,7 @@ from ...tracing.program import Program, is_on_meta
 from ..contract import Pass
 from ..rewriting import Snapshot
 from ..sites import Cause, Goal, Reason, Refusal, Site
-from ..timing import Stage
+from ..timing import Interval, Stage
 from .context import Check, Progress, RunContext
 from .equal_blocks import Block, EqualBlocks, Precedent, kinds_to_time
 from .groups import Candidate, Group, grouped, narrowed, rewriting, sharing
@@ -84,7 +84,7 @@ class Manager:
         if self._baseline is not None and not contest.decide(partial(self._run_all, contest)):
             self.traces = traces
         self.context.snapshot.put_back()
-        self._time_whole()
+        self._time_and_take_up(contest)
         with self.context.budget.spending(Stage.WHOLE):
             self.timings = with_other_sizes(self.context, self._original, self.timings)
 
@@ -102,6 +102,25 @@ class Manager:
             if costs_time and self._baseline is not None:
                 self._settled, self._baseline = tuple(self.rewrites), shallow_clone(self.program.model)
         self.context.budget.begin_pass()  # what follows is of no pass
+
+    def _time_and_take_up(self, contest: Contest) -> None:
+        """Time the whole model; where what a pass took goes, or gains little, let those behind it run without that."""
+        before = tuple(self.rewrites)
+        self._time_whole()
+        if self._baseline is None:
+            return
+        timings, traces, gain = self.timings, list(self.traces), self._speed.mid
+        earlier = contest.run_without(before, gain, partial(self._run_all, contest))
+        if earlier is not None:
+            self.context.snapshot.put_back()
+            self._time_and_take_up(contest)  # of what was found now something may go, too
+        if earlier is None or not contest.keeps(earlier, gain, self._speed):
+            self.timings, self.traces = timings, traces
+
+    @property
+    def _speed(self) -> Interval:
+        """Return how many times as fast the whole model is as it stands: 1 where nothing stands that was timed."""
+        return Interval.of(self.timings) if self.timings else Interval(1.0, 1.0, 1.0)
 
     def _time_whole(self) -> bool:
         """Time the model as it stands, where passes for speed have run; return whether rewrites were taken back."""
@@ -198,7 +217,8 @@ class Manager:
     def _run_pass(self, pass_: Pass) -> None:
         """Decide what a pass finds; where what landed overlaps with other sites, look again."""
         if self.context.check_of(pass_) is Check.NEVER:
-            self.history.skip(pass_, Reason(Cause.NOT_CHECKED, self.context.budget.values))
+            if not self._is_done_with(pass_):
+                self.history.skip(pass_, Reason(Cause.NOT_CHECKED, self.context.budget.values))
             return
         known: set[str] = set()
         overtaken: list[Site] = []
@@ -215,6 +235,12 @@ class Manager:
                 break
         for site in overtaken:
             self.history.refuse(pass_, Refusal(Reason.of(Cause.OVERTAKEN), site.label or site.owner or "(root)"))
+
+    def _is_done_with(self, pass_: Pass) -> bool:
+        """Say whether another pass, whose rewrites stand, has done the work of this one and left it no place."""
+        if not any(pass_.name in rewrite.pass_.includes for rewrite in self.rewrites):
+            return False
+        return not any(isinstance(item, Site) for item in admitted(self._tuner, pass_))
 
     def _decide_all(self, pass_: Pass, items: Sequence[Site | Refusal]) -> None:
         groups = narrowed(self.program, pass_, grouped(pass_, items), self.context.budget)

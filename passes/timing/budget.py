@@ -224,6 +224,10 @@ class TimeBudget:
 
         self._until, self._until_alone = end(sharing), end(sharing - contested)
 
+    def begin_again(self) -> None:
+        """Allow as much time as was asked for, from now on."""
+        self._until, self._beyond = math.inf, max(self._beyond, self.spent)
+
     def take_share_of_contest(self) -> None:
         """Give the present pass the time for the comparison without it, too: there will be none."""
         self._until = self._until_alone

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cpus import needs_static_int8
 from torch import nn
 
 import fxopt
@@ -59,6 +60,36 @@ def test_inference_of_a_model_in_training_is_said() -> None:
         assert said.startswith("nothing was done for inference: the model is in training")
         assert "call model.eval() first (on the command line: --phase eval)" in fxopt.report(fast).notes[0]
     assert not any("for inference: the model" in each for each in warned("inference")[0])
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3)
+        self.last = nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.head(self.norm(self.conv(x)).relu()))
+
+
+@pytest.mark.parametrize("time_budget", [0.0, 60.0])
+@pytest.mark.parametrize(("keep", "left"), [("", False), (",keep=head", True)])
+@needs_static_int8
+def test_what_another_pass_does_on_its_way_is_said_only_where_it_left_some(
+    time_budget: float, keep: str, left: bool
+) -> None:
+    x, passes = torch.randn(2, 3, 8, 8), f"fold_batchnorm,quantize{{scheme=int8_static,aim=size,budget=0.9{keep}}}"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fast = fxopt.optimize(Images().eval(), passes, example_inputs=(x,), time_budget=time_budget, measure=False)
+    said = [str(each.message) for each in caught if each.category is fxopt.NothingDoneWarning]
+    folds = [each.status for each in fxopt.plan(fast).decisions if each.pass_name == "fold_batchnorm"]
+    if not left:
+        assert not said and not folds
+    elif not time_budget:
+        assert folds == ["skipped"] and "not checked: the time budget of 0 s was spent" in said[0]
+    else:
+        assert folds == ["applied"] and not said
 
 
 class Heads(nn.Module):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.compat.quantized import static_format
-from fxopt.errors import CalibrationError, UsageError
+from fxopt.errors import CalibrationError, PlanError, UsageError
 from fxopt.passes.pipeline import parse
 from fxopt.runtime.state import FORMATS
 from fxopt.transforms.qat import Qat, freeze
@@ -185,6 +185,18 @@ def test_copies_pickles_plans_and_archives(tmp_path: Path):
     for model in (fast, converted(fast)):
         fxopt.save(model, tmp_path / "net.fxopt")
         assert torch.equal(run(fxopt.load(tmp_path / "net.fxopt", model=Net())), run(model))
+
+
+@needs_static_int8
+def test_a_plan_of_a_later_pass_names_the_model_that_it_is_for():
+    fast = trained(prepared())
+    static = converted(fast)
+    said = "site conv.* of pass 'qat' cannot be rewritten: it is a FakeQuantizedConv2d by now; repeat the plan on the"
+    with pytest.raises(PlanError, match=said):
+        fxopt.optimize(fast, plan=fxopt.plan(static))
+    again = fxopt.optimize(Net().eval(), plan=fxopt.plan(static), example_inputs=X)
+    again.load_state_dict(static.state_dict())
+    assert again(X).shape == (16, 4)
 
 
 def on_rank_trained() -> Any:

@@ -24,7 +24,7 @@ from ...tracing.program import Program, TensorOwners, TensorReads
 
 __all__ = [
     "CONVOLUTIONS", "Candidate", "already_quantized", "candidates", "even_geometry", "is_candidate", "is_tied",
-    "linear_of", "linears", "outputs_first", "reason_against_layer", "reason_against_module", "weight_of",
+    "linear_of", "linears", "outputs_first", "product_of", "reason_against_layer", "reason_against_module", "weight_of",
 ]  # fmt: skip
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -38,6 +38,8 @@ _FOLDED = (
 _SMALL = (torch.int8, torch.uint8)
 """What quantized layers of other packages hold weights in."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PATCHES = 1 << 14
+"""So many rows of a convolution's input are looked at in a call, of all images alike."""
 
 
 _ONE_FUNCTION = "torch computes it as one function of its weights, in which no layer can be replaced"
@@ -214,6 +216,30 @@ def candidates(
         else:
             layers[name] = module
     return layers, refused
+
+
+def product_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """Return what makes, of the input of a convolution, rows that are multiplied by its weight, [rows, inputs]: some,
+    where they are many. None where the weight is not [outputs, inputs]: of several groups, or of uneven padding.
+    """
+    layer, geometry = layer_of(module), even_geometry(module)
+    if layer is None or geometry is None or not layer.rank or geometry.groups != 1:
+        return None
+    around = [each for zeros in reversed(geometry.padding) for each in (zeros, zeros)]
+
+    def patches(image: Tensor) -> Tensor:
+        found = nn.functional.pad(image, around)
+        for dim, size in enumerate(layer.kernel, 1):
+            step, between = geometry.stride[dim - 1], geometry.dilation[dim - 1]
+            found = found.unfold(dim, (size - 1) * between + 1, step)[..., ::between]
+        return found.movedim(0, layer.rank).flatten(layer.rank).flatten(0, layer.rank - 1)
+
+    def rows(x: Tensor) -> Tensor:
+        images = x.reshape(-1, *x.shape[-1 - layer.rank :])
+        every = -(-len(images) * len(patches(images[0])) // _PATCHES)
+        return torch.cat([patches(image)[::every] for image in images])
+
+    return rows
 
 
 def even_geometry(module: nn.Module) -> Geometry | None:

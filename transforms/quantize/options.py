@@ -58,7 +58,11 @@ class Options(Pass):
     def _contract(self) -> dict[str, Any]:
         """Return the part of the pass's contract that its options decide."""
         is_static = self.scheme == "int8_static"
-        contract = {"goal": Goal.SIZE if self.aim == "size" else Goal.SPEED, "profiles_itself": not is_static}
+        contract = {
+            "goal": Goal.SIZE if self.aim == "size" else Goal.SPEED,
+            "profiles_itself": not is_static,
+            "yields": self.aim == "speed" and self.baseline is torch.bfloat16,  # the fastest of three types is taken
+        }
         if is_static:  # it folds norms, and leaves the others as they were
             return {**contract, "includes": ("fold_batchnorm", *self.includes)}
         return {**contract, "destroys": {**self.destroys, "fold_batchnorm": "it works on the weights as they were"}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -58,9 +58,13 @@ class InputStatistics:
 
 
 def statistics(
-    program: Program, layers: Mapping[str, nn.Module], inputs: Mapping[str, int], calls: Sequence[Inputs], moments: bool
-) -> Iterator[dict[str, InputStatistics]]:
-    """Yield, part by part, what the calls say of each layer that they reach; `inputs`: how many each layer has."""
+    program: Program, layers: Mapping[str, nn.Module], inputs: Mapping[str, int], calls: Sequence[Inputs],
+    moments: bool, products: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+) -> Iterator[dict[str, InputStatistics]]:  # fmt: skip
+    """Yield, part by part, what the calls say of each layer that they reach; `inputs`: how many each layer has;
+    `products`: what makes the rows of a layer, [rows, inputs], where its input is not that.
+    """
+    made = products or {}
     for part in _parts(inputs) if moments else [list(layers)]:
         found = {
             name: InputStatistics(
@@ -69,7 +73,11 @@ def statistics(
             for name in part
         }
         some = {name: layers[name] for name in part}
-        seen = observed(program, some, calls, lambda name, x, found=found: found[name].see(name, x))
+
+        def see(name: str, x: Tensor, found: Mapping[str, InputStatistics] = found) -> None:
+            found[name].see(name, made[name](x) if name in made else x)
+
+        seen = observed(program, some, calls, see)
         yield {name: each for name, each in found.items() if name in seen}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,17 +12,42 @@ from ....errors import PassError, UsageError, one_line
 from ....runtime.record import Decision
 from ....tracing.isolation import shallow_clone
 from ...contract import Pass
-from ...sites import Cause, Goal, Reason
+from ...sites import Cause, Goal, Numerics, Reason
 from ...timing import Interval, no_faster
 from ..history import History, Rewrite
 from ..tuner import CLEAR, Tuner
 from .timed import WholeModel
 
-__all__ = ["Contest"]
+__all__ = ["Contest", "Earlier"]
 
 _EQUAL = 1.02
 """The other model may be slower by this factor: it keeps no second copy of the weights."""
 _CALLS = 24.0  # that a race of two models takes at least: six rounds, each with a call before, which is not timed
+
+
+Run = Callable[[Sequence[int]], None]
+"""Runs passes, given by their numbers, on the program as it is."""
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What stood before passes ran once more behind one, at a step: all rewrites and decisions, and the model."""
+
+    step: int
+    rewrites: Sequence[Rewrite]
+    decisions: Sequence[Decision]
+    model: nn.Module
+
+    @property
+    def place(self) -> int:
+        """Return how many rewrites come before the first one that the pass or one behind it wrote."""
+        behind = [each.decision.step >= self.step for each in self.rewrites]
+        return behind.index(True) if True in behind else len(behind)
+
+    @property
+    def without(self) -> list[Rewrite]:
+        """Return what the pass itself wrote, which the others ran without."""
+        return [each for each in self.rewrites if each.decision.step == self.step]
 
 
 @dataclass
@@ -41,36 +67,91 @@ class Contest:
         contested = self._contested
         return bool(contested and self._behind(contested[0].decision.step)) and _gain(contested) < CLEAR
 
-    def decide(self, run: Callable[[Sequence[int]], None]) -> bool:
+    def decide(self, run: Run) -> bool:
         """Let the faster model stand; return whether that is the one without what contested passes did.
 
         `run` runs passes, given by their numbers, on the program as it is; where one raises, the other model stays.
         """
         if not self.is_due or not self._has_time:
             return False
-        history, contested = self._history, self._contested
-        step, place = contested[0].decision.step, history.rewrites.index(contested[0])
-        behind, with_it, decisions = self._behind(step), tuple(history.rewrites[place:]), tuple(history.decisions)
+        contested = self._contested
+        step = contested[0].decision.step
+        earlier = self._run_again(step, self._behind(step), contested[0].pass_.name, run)
+        if earlier is None:
+            return False
+        speed = self._speed_beside(earlier.model) if len(self._history.rewrites) > earlier.place else None
+        if speed is None or speed.mid < 1 / _EQUAL:
+            self._put_back(earlier)
+            return False
+        for rewrite in contested:
+            self._history.undo(rewrite, no_faster(speed, Cause.FASTER_WITHOUT))
+        return True
+
+    def run_without(self, before: Sequence[Rewrite], gain: float, run: Run) -> Earlier | None:
+        """Let passes run once more behind one that took parts of the model for itself, without what that took: where
+        nothing stands any more of what did `before`, or the whole model gains so little that others may gain more.
+
+        Returns what stood; they have as much time again as all had.
+        """
+        first = self._gone(before) or (self._yielding if gain < CLEAR else None)
+        if first is None or self.tuner.context.program.training:
+            return None
+        self.tuner.context.budget.begin_again()
+        step = first.decision.step
+        earlier = self._run_again(step, range(step + 1, len(self.passes)), first.pass_.name, run)
+        if earlier is not None:
+            self.decide(run)
+        return earlier
+
+    def keeps(self, earlier: Earlier, gain: float, speed: Interval) -> bool:
+        """Let what passes found without another one stand where the whole model has a `speed` with it that is more than
+        the `gain` before, else what stood; return whether that is the former.
+        """
+        if speed.mid <= gain * _EQUAL:
+            self._put_back(earlier)
+            return False
+        by = Interval(speed.low / gain, speed.mid / gain, speed.high / gain)
+        for rewrite in earlier.without:
+            self._history.undo(rewrite, no_faster(by, Cause.FASTER_WITHOUT))
+        return True
+
+    def _gone(self, before: Sequence[Rewrite]) -> Rewrite | None:
+        """Return the first rewrite that went with all others of its pass, which took parts of the model for itself."""
+        standing = {each.decision.step for each in self._history.rewrites}
+        gone = [
+            each for each in before
+            if each.decision.step not in standing and each.decision.step < len(self.passes) - 1
+            and (each.pass_.contested or each.pass_.numerics is Numerics.APPROXIMATE)
+        ]  # fmt: skip
+        return min(gone, key=lambda each: each.decision.step, default=None)
+
+    @property
+    def _yielding(self) -> Rewrite | None:
+        """Return a rewrite of a pass that stands only where no other is faster, and that a contested one is behind."""
+        found = (each for each in self._history.rewrites if each.pass_.yields and not each.group.required)
+        return next((each for each in found if any(p.contested for p in self.passes[each.decision.step + 1 :])), None)
+
+    def _run_again(self, step: int, behind: Sequence[int], without: str, run: Run) -> Earlier | None:
+        """Run passes `behind` one on the model without what that and later ones wrote; return what stood, or None where
+        one raises, and what stood stands.
+        """
+        history = self._history
         model = shallow_clone(self.tuner.context.program.model)
-        self.tuner.stand_again(with_it, ())
-        history.decisions[:] = [each for each in decisions if each.step not in behind]
+        earlier = Earlier(step, tuple(history.rewrites), tuple(history.decisions), model)
+        undone = earlier.rewrites[earlier.place :]
+        self.tuner.stand_again(undone, [each for each in undone if each.decision.step < step])
+        history.decisions[:] = [each for each in history.decisions if each.step not in behind]
         for number in behind:
             history.landed_at.pop(number, None)
         try:
             run(behind)
         except (PassError, UsageError) as error:
             self.tuner.context.snapshot.put_back()
-            self._put_back(place, with_it, decisions)
-            values = {"without": contested[0].pass_.name, "problem": one_line(error)}
+            self._put_back(earlier)
+            values = {"without": without, "problem": one_line(error)}
             history.skip(self.passes[history.step], Reason(Cause.RAISED_WITHOUT, values))
-            return False
-        speed = self._speed_beside(model) if len(history.rewrites) > place else None
-        if speed is None or speed.mid < 1 / _EQUAL:
-            self._put_back(place, with_it, decisions)
-            return False
-        for rewrite in contested:
-            history.undo(rewrite, no_faster(speed, Cause.FASTER_WITHOUT))
-        return True
+            return None
+        return earlier
 
     @property
     def _has_time(self) -> bool:
@@ -95,10 +176,12 @@ class Contest:
         """Return how many times as fast as another model the present one is; None where there is no time to race."""
         return WholeModel(self.tuner, other).raced().speed if self._has_time else None
 
-    def _put_back(self, place: int, with_it: Sequence[Rewrite], decisions: Sequence[Decision]) -> None:
+    def _put_back(self, earlier: Earlier) -> None:
         history = self._history
-        lost = self.tuner.stand_again(history.rewrites[place:], with_it)
-        history.decisions[:] = decisions
+        pairs = zip(history.rewrites, earlier.rewrites, strict=False)
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1], pairs))
+        lost = self.tuner.stand_again(history.rewrites[same:], earlier.rewrites[same:])
+        history.decisions[:] = earlier.decisions
         history.lose(lost)
 
 

@@ -35,7 +35,7 @@ class RoundedLayer:
     @classmethod
     def of(cls, module: nn.Module, form: InputForm, group: int) -> RoundedLayer:
         own = outputs_first(module, weight_of(module).detach()).contiguous()
-        weight = own if form.weight is None else form.weight.to(own)
+        weight = own if form.weight is None else form.weight.to(own).reshape(own.shape)
         factors, bias = form.factors(weight), None
         values, scales = quantized(weight if factors is None else weight / factors, static_format(), group)
         wide = dequantized(values, scales, static_format(), weight.dtype)

@@ -15,7 +15,7 @@ from ....layers.quantized import Range
 from ....runtime.state import powers_of
 from ....tracing.examples import Inputs
 from ....tracing.program import CallSites, Program
-from ..layers import linear_of, outputs_first, weight_of
+from ..layers import linear_of, outputs_first, product_of, weight_of
 from ..methods import Treatment, check_processes, treatment
 from ..options import Options
 from ..statistics import statistics
@@ -50,19 +50,21 @@ class InputForm:
 def treatments_of(
     options: Options, program: Program, layers: Mapping[str, nn.Module], calls: Sequence[Inputs]
 ) -> dict[str, Treatment]:
-    """Return what data give linear layers so that they err less: scales of inputs, or other weights.
+    """Return what data give layers so that they err less: scales of inputs of linear ones, or other weights.
 
     Layers that read one value have the same scales, so its numbers are made once.
     """
     check_processes(options)
-    inputs = {name: linear.channels[0] for name, module in layers.items() if (linear := linear_of(module)) is not None}
-    modules = {name: layers[name] for name in inputs}
+    by_gptq = options.method == "gptq"
+    products = {name: rows for name, module in layers.items() if by_gptq and (rows := product_of(module)) is not None}
+    modules = {name: module for name, module in layers.items() if name in products or linear_of(module) is not None}
+    weights = {name: outputs_first(each, weight_of(each).detach()).flatten(1) for name, each in modules.items()}
+    inputs = {name: weight.shape[1] for name, weight in weights.items()}
     found: dict[str, Treatment] = {}
-    for seen in statistics(program, modules, inputs, calls, moments=options.method == "gptq"):
+    for seen in statistics(program, modules, inputs, calls, moments=by_gptq, products=products):
         some = {name: modules[name] for name in seen}
-        for together in _readers(program, some) if options.method == "smoothquant" else [[name] for name in some]:
-            weights = [outputs_first(modules[name], weight_of(modules[name]).detach()) for name in together]
-            weight = torch.cat([each.cpu() for each in weights])
+        for together in [[name] for name in some] if by_gptq else _readers(program, some):
+            weight = torch.cat([weights[name].cpu() for name in together])
             found |= dict.fromkeys(together, treatment(options, static_format(), weight, seen[together[0]]))
     return found
 

@@ -99,7 +99,8 @@ def _replace_layer(path: str, layer: Mapping[str, Any], edit: Edit, group: int) 
     elif form.exponents:
         step = QuantizeSmoothed(**vars(plain), exponents=form.exponents)
     if found.weight is not None:
-        step, weight = QuantizeByData(**vars(plain)), found.weight.to(weight.device).movedim(0, dim)
+        step, made = QuantizeByData(**vars(plain)), found.weight.to(weight.device)
+        weight = made.movedim(0, dim).reshape(weight.shape)
     put(edit, path, instead_of({step: weight}, lambda held: _layer_of(old, *held[0], form)))
 
 

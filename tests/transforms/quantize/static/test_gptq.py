@@ -88,11 +88,60 @@ def test_a_plan_is_repeated_on_weights_that_are_rounded_already(fast: Any):
     assert torch.equal(run(again), run(fast))
 
 
-def test_convolutions_are_rounded_plainly():
+def pictures(seed: int) -> Tensor:
+    """Return smooth images, of which neighbours follow from one another."""
+    small = torch.randn(16, 3, 3, 3, generator=torch.Generator().manual_seed(seed))
+    return nn.functional.interpolate(small, size=12, mode="bilinear")
+
+
+def convolution(**options: Any) -> nn.Module:
     torch.manual_seed(0)
-    model, images = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval(), torch.randn(4, 3, 8, 8)
-    plain, other = (optimized(model, method, calibration=[images]) for method in ("rtn", "gptq"))
-    assert torch.equal(run(plain, images), run(other, images))
+    return nn.Sequential(nn.Conv2d(3, 6, **{"kernel_size": 3, **options})).eval()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"padding": 1, "stride": 2, "dilation": 2}, {"kernel_size": (1, 5), "padding": (0, 2)}, {"padding": "same"}],
+)
+def test_convolutions_err_less_on_images_like_those_that_were_seen(options: dict[str, Any]):
+    model, seen = convolution(**options), [pictures(seed) for seed in range(4)]
+    plain, other = (optimized(model, method, calibration=seen) for method in ("rtn", "gptq"))
+    new, errors = pictures(9), list[float]()
+    for each in (plain, other):
+        assert type(each[0]).__name__ == "StaticConv"
+        off = each[0].weight.detach() - model[0].weight.detach()
+        errors.append(float(nn.functional.conv2d(new, off, None, *settings_of(model[0])).norm()))
+    assert errors[1] < 0.8 * errors[0]
+
+
+def settings_of(conv: nn.Module) -> Any:
+    return conv.stride, conv.padding, conv.dilation, conv.groups
+
+
+def test_convolutions_along_a_line_and_in_space_have_such_weights_too():
+    for kind, shape in ((nn.Conv1d, (8, 4, 20)), (nn.Conv3d, (4, 4, 6, 6, 6))):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(kind(4, 6, 3, padding=1)).eval(), torch.randn(shape).cumsum(-1)
+        (decision,) = fxopt.plan(optimized(model, calibration=[x])).decisions
+        assert decision.site is not None and decision.site["data"]["layers"][0]["by_data"]
+
+
+def test_convolutions_of_several_groups_are_rounded_plainly():
+    model, seen = convolution(groups=3), [pictures(seed) for seed in range(4)]
+    plain, other = (optimized(model, method, calibration=seen) for method in ("rtn", "gptq"))
+    assert torch.equal(run(plain, seen[0]), run(other, seen[0]))
+
+
+def test_state_of_convolutions_comes_back_bit_by_bit(tmp_path: Path):
+    model, seen = convolution(), [pictures(seed) for seed in range(4)]
+    fast = optimized(model, calibration=seen)
+    fxopt.save(fast, tmp_path / "model.fxopt")
+    again = fxopt.optimize(fxopt.restore(fast), plan=fxopt.plan(fast), example_inputs=(seen[0],))
+    loaded = fxopt.load(tmp_path / "model.fxopt", model=convolution())
+    for other in (copy.deepcopy(fast), loaded, again):
+        assert torch.equal(run(other, seen[0]), run(fast, seen[0]))
+    with pytest.raises(PlanError, match="a plan does not hold them"):
+        fxopt.optimize(model, plan=fxopt.plan(fast), example_inputs=(seen[0],))
 
 
 def test_layers_that_hold_their_inputs_first_have_such_weights_too():
