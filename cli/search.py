@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -47,11 +48,14 @@ def search(
 ) -> None:
     """Find the pipelines that are best for a target."""
     limits = dict(map(_limit, constraint or ()))
-    _check_written(report, output)
+    _check_folders(report, {"--output": output, "--storage": storage})
     check_read(model, weights=weights, inputs=inputs)
     from ..deploy.factory import find_function
+    from ..searching import Demands, check_optuna
     from ..searching import search as find
 
+    check_optuna()
+    Demands.read(objective, limits, time_budget, minimize=minimize, has_metric=evaluate is not None)
     original, example_inputs = open_with_inputs(model, weights, inputs, trust, seed=seed)
     front = find(
         original, example_inputs=example_inputs, evaluate=None if evaluate is None else find_function(evaluate),
@@ -68,11 +72,12 @@ def search(
     show(front.to_json() if as_json else front, as_json)
 
 
-def _check_written(report: Path | None, output: Path | None) -> None:
+def _check_folders(report: Path | None, folders: Mapping[str, Path | None]) -> None:
     """Refuse what cannot be written to, before any work."""
     check_written("--report", report)
-    if output is not None:
-        as_folder(output, "--output")
+    for option, folder in folders.items():
+        if folder is not None:
+            as_folder(folder, option)
 
 
 def _limit(text: str) -> tuple[str, str]:
