@@ -68,8 +68,8 @@ class Front:
 
     @property
     def nearest(self) -> list[Point]:
-        """Return what was measured, that first which lacks least of the constraints."""
-        return self.aim.nearest(self._all)
+        """Return what was measured, that first which lacks least of the constraints; of what is the same the first."""
+        return self.aim.nearest(point for point in self._all if point.repeats is None)
 
     @property
     def _all(self) -> Sequence[Point]:
@@ -93,13 +93,14 @@ class Front:
         """Return the best point by one figure, the objective by default, among all that meet these bounds.
 
         Args:
-            name: `latency`, `memory`, `size`, `throughput`, `training_step`, `error` or `metric`.
+            name: `latency`, `memory`, `size`, `throughput`, `training_step`, `error` or `metric`, which is the error
+                where there was no `evaluate`.
             bounds: further constraints, as `search` takes them: `front.best("latency", metric=">= 0.98")`.
 
         Raises:
             UsageError: no trial meets the bounds; the message says what the nearest lacks.
         """
-        name = self.aim.objective if name is None else name
+        name = self.aim.objective if name is None else self.aim.lost if name == "metric" else name
         if name not in self.original.figures:
             raise UsageError(f"best({name!r}): there are {', '.join(self.original.figures)}")
         training = "training_step" in self.original.figures
