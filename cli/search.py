@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -47,15 +47,12 @@ def search(
     _timing: Timing = False,
 ) -> None:
     """Find the pipelines that are best for a target."""
-    limits = dict(map(_limit, constraint or ()))
     _check_folders(report, {"--output": output, "--storage": storage})
     check_read(model, weights=weights, inputs=inputs)
+    limits = _limits(constraint, objective, time_budget, minimize=minimize, has_metric=evaluate is not None)
     from ..deploy.factory import find_function
-    from ..searching import Demands, check_optuna
     from ..searching import search as find
 
-    check_optuna()
-    Demands.read(objective, limits, time_budget, minimize=minimize, has_metric=evaluate is not None)
     original, example_inputs = open_with_inputs(model, weights, inputs, trust, seed=seed)
     front = find(
         original, example_inputs=example_inputs, evaluate=None if evaluate is None else find_function(evaluate),
@@ -78,6 +75,18 @@ def _check_folders(report: Path | None, folders: Mapping[str, Path | None]) -> N
     for option, folder in folders.items():
         if folder is not None:
             as_folder(folder, option)
+
+
+def _limits(
+    constraint: Sequence[str] | None, objective: str, time_budget: str, *, minimize: bool, has_metric: bool
+) -> dict[str, str]:
+    """Read the constraints; refuse what a search cannot be asked for, before the model is built."""
+    limits = dict(map(_limit, constraint or ()))
+    from ..searching import Demands, check_optuna
+
+    check_optuna()
+    Demands.read(objective, limits, time_budget, minimize=minimize, has_metric=has_metric)
+    return limits
 
 
 def _limit(text: str) -> tuple[str, str]:

@@ -170,8 +170,10 @@ class Front:
 
         The model is built as by `Front.model`, and each of its nodes is timed.
         """
-        fast = self.model(point)
-        return [] if record_of(fast) is None else held_back(api.report(fast, list(self._calls)))
+        fast, chosen = self.model(point), self.points[point] if isinstance(point, int) else point
+        if record_of(fast) is None:
+            return []
+        return [*filter(_is_of_no_graph, chosen.left), *held_back(api.report(fast, list(self._calls)))]
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write the points as a page; what is shown in it is opened by a click: what holds it back, and its report.
@@ -286,6 +288,10 @@ class Front:
     def _repr_html_(self) -> str:
         titles, rows = self.table()
         return points_html(self.headline(), titles, rows, self.remarks())
+
+
+def _is_of_no_graph(line: str) -> bool:
+    return line.startswith("missed ")
 
 
 def _named(point: Point) -> str:

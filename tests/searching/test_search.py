@@ -149,6 +149,7 @@ def test_trials_on_an_optimized_model_say_what_became_of_its_graphs(monkeypatch:
     pruned = [point for point in front.trials if point.choice["prune"] and point.is_known]
     assert pruned
     assert all("used the original forward" in point.left[0] for point in pruned)
+    assert front.why(pruned[0])[0] == pruned[0].left[0]
 
 
 def test_layers_that_do_not_hold_their_weight_are_not_sorted():
