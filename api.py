@@ -33,7 +33,7 @@ from .passes.sites import Phase
 from .passes.timing import BudgetRequest
 from .reporting import in_words
 from .reporting.notes import notes, warn_of
-from .reporting.picture import profile_of
+from .reporting.picture import profiles_of
 from .reporting.progress import progress_line
 from .reporting.report import Report
 from .runtime.graphs import attach, detach, misses_in, rank_local
@@ -191,7 +191,8 @@ def report(model: nn.Module, example_inputs: object = None) -> Report:
             warnings.simplefilter("ignore", StateWarning)  # what is gone is zero in it: that is meant
             original = capture(restore(model), example_inputs)
         for call in original.whole_calls[:1]:
-            profiles = profile_of(original.model, call), profile_of(model, call)
+            before, after = profiles_of((original.model, model), call)
+            profiles = before, after
     return Report(record, misses_in(all_modules(model)), notes(record, model), model, profiles)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -46,9 +47,9 @@ def search(
     _timing: Timing = False,
 ) -> None:
     """Find the pipelines that are best for a target."""
-    limits = dict(map(_limit, constraint or ()))
-    _check_written(report, output)
+    _check_folders(report, {"--output": output, "--storage": storage})
     check_read(model, weights=weights, inputs=inputs)
+    limits = _limits(constraint, objective, time_budget, minimize=minimize, has_metric=evaluate is not None)
     from ..deploy.factory import find_function
     from ..searching import search as find
 
@@ -68,11 +69,24 @@ def search(
     show(front.to_json() if as_json else front, as_json)
 
 
-def _check_written(report: Path | None, output: Path | None) -> None:
+def _check_folders(report: Path | None, folders: Mapping[str, Path | None]) -> None:
     """Refuse what cannot be written to, before any work."""
     check_written("--report", report)
-    if output is not None:
-        as_folder(output, "--output")
+    for option, folder in folders.items():
+        if folder is not None:
+            as_folder(folder, option)
+
+
+def _limits(
+    constraint: Sequence[str] | None, objective: str, time_budget: str, *, minimize: bool, has_metric: bool
+) -> dict[str, str]:
+    """Read the constraints; refuse what a search cannot be asked for, before the model is built."""
+    limits = dict(map(_limit, constraint or ()))
+    from ..searching import Demands, check_optuna
+
+    check_optuna()
+    Demands.read(objective, limits, time_budget, minimize=minimize, has_metric=has_metric)
+    return limits
 
 
 def _limit(text: str) -> tuple[str, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from .demands import Demands
 from .front import Front
 from .points import Point
 from .search import search
+from .trials import check_optuna
 
-__all__ = ["Front", "Point", "search"]
+__all__ = ["Demands", "Front", "Point", "check_optuna", "search"]

@@ -7,6 +7,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,14 +15,33 @@ from torch import Tensor, nn
 
 from .. import api
 from ..collection import give_memory_back
-from ..errors import FxoptError, InputError, NothingDoneWarning, StateWarning, UnverifiedWarning, one_line
+from ..compat import all_modules
+from ..errors import (
+    FxoptError,
+    GuardWarning,
+    InputError,
+    NothingDoneWarning,
+    StateWarning,
+    UnverifiedWarning,
+    one_line,
+)
 from ..passes.contract import Pass
 from ..passes.driver import copied
 from ..passes.kinds import error_of
 from ..passes.pipeline import chosen_passes
 from ..passes.sites import Numerics
-from ..passes.timing import Interval, Runner, call_bytes, held_memory, memory_use, time_candidates
-from ..reporting.wording import left_alone
+from ..passes.timing import (
+    Interval,
+    Runner,
+    budget_clock,
+    call_bytes,
+    held_memory,
+    memory_use,
+    one_thread,
+    time_candidates,
+)
+from ..reporting.wording import Left, left_alone, turned_away
+from ..runtime.graphs import misses_in
 from ..runtime.record import needed_record, record_of
 from ..runtime.values import flatten
 from ..tracing.examples import Inputs
@@ -36,6 +56,8 @@ __all__ = ["Bench"]
 
 _SECONDS, _ROUNDS = 0.5, 25
 """Each point is timed beside the original for so long, in so many rounds at least: an interval of a few percent."""
+_WHILE = 0.1
+"""So many seconds of calls show how much of the cores other programs have."""
 _LEAST, _CALLS = 1.0, 40
 """`optimize` takes a second at the least, and as long as so many calls: for its checks and timing."""
 _MOST_LEFT = 12
@@ -72,16 +94,19 @@ class Bench:
         if self.base.training != training:
             self.base.train(training)
         self._rows = sum(map(_rows, calls))
-        self._expected = self._results(self.base)
+        self._expected = self._first_results()
         start = time.perf_counter()
         worth = {} if evaluate is None else {"metric": self._worth(self.base)}
         self.evaluate_seconds = time.perf_counter() - start
         self._runner = Runner(self.base, calls, training=training)
         timed = time_candidates({"before": self._runner}, seconds=_SECONDS, least_rounds=_ROUNDS)
         self._seconds = timed.seconds("before")
+        with one_thread() if timed.in_one_thread else nullcontext():
+            self._waiting = max(1.0, _waiting(self._runner))
         self.original = Point(-1, "", {**self._costs(self.base, self._seconds), "error": 0.0, **worth})
         earlier = record_of(self.base)
-        self._earlier = 0 if earlier is None else len(earlier.plan.pipeline)
+        self.earlier: Sequence[str] = () if earlier is None else earlier.plan.pipeline
+        """The passes that the model was given with."""
         self._measured: dict[str, dict[str, Any]] = {}
         """Form of a model -> what was measured of it: another pipeline that rewrites the same is not timed again."""
         self.states: dict[int, Mapping[str, Tensor]] = {}
@@ -94,8 +119,8 @@ class Bench:
 
     @property
     def trial_seconds(self) -> float:
-        """Return about how long a trial takes: what `optimize` may take at least, and evaluating."""
-        return self.evaluate_seconds + max(_LEAST, _CALLS * self._seconds)
+        """Return about how long a trial takes by the clock: what `optimize` may take at least, and evaluating."""
+        return self.evaluate_seconds + self._waiting * max(_LEAST, _CALLS * self._seconds)
 
     def recall(self, points: Iterable[Point]) -> None:
         """Take in points that were measured before: what rewrites the same is not measured again."""
@@ -111,7 +136,9 @@ class Bench:
         start = time.perf_counter()
         made: dict[str, Any] = {}
         try:
-            made = self._made(number, chosen_passes(pipeline) if pipeline else (), unwanted)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", GuardWarning)  # `left` tells of it
+                made = self._made(number, chosen_passes(pipeline) if pipeline else (), unwanted)
         except (FxoptError, RuntimeError) as error:
             made = {"reason": f"{type(error).__name__}: {one_line(error)}"}
         if self.original.figures["size"] > _LARGE:
@@ -124,13 +151,15 @@ class Bench:
     ) -> dict[str, Any]:
         fast, finetuned = self._optimized(number, passes)
         record = needed_record(fast) if passes else None
-        plan = None if record is None else record.plan.last(len(record.plan.pipeline) - self._earlier)
-        left = [] if record is None else [f"{each.status} {each.what}: {each.reason}" for each in left_alone(record)]
+        plan = None if record is None else record.plan.last(len(record.plan.pipeline) - len(self.earlier))
+        left = [] if record is None else _said(left_alone(record))
         made: dict[str, Any] = {"plan": plan, "left": tuple(left[:_MOST_LEFT]), "finetuned": finetuned}
         if plan is None or all(each.status != "applied" for each in plan.decisions):
             return {**made, "figures": self.original.figures, "repeats": self.original.number}
         with in_phase(fast, self.training):
             results = self._results(fast)
+            missed = _said(turned_away(misses_in(all_modules(fast))))
+            made["left"] = tuple([*missed, *left][:_MOST_LEFT])
             made["form"] = "" if finetuned else form_of(fast, results)
             known = self._measured.get(made["form"])
             if known is not None:
@@ -200,6 +229,16 @@ class Bench:
             times = {"latency": seconds / len(self.calls), "throughput": self._rows / seconds}
         return {**times, "memory": float(held + more), "size": float(held)}
 
+    def _first_results(self) -> list[Any]:
+        try:
+            return self._results(self.base)
+        except FxoptError:
+            raise
+        except Exception as error:  # whatever the user's forward raises
+            raise InputError(
+                f"the model raised {type(error).__name__} on the example inputs: {one_line(error)}"
+            ) from error
+
     def _results(self, model: nn.Module) -> list[Any]:
         with torch.no_grad(), in_phase(model, training=False), preserved(model):
             return [copy_inputs(call).run(model) for call in self.calls]
@@ -216,6 +255,21 @@ class Bench:
         assert self._evaluate is not None  # noqa: S101 - whoever calls this has looked
         with in_phase(model, training=False):
             return number_of(self._evaluate, model, "evaluate")
+
+
+def _waiting(run: Runner) -> float:
+    """Return how many times as long as `optimize` counts the clock on the wall shows, for other programs have the
+    cores.
+    """
+    start, counted = time.perf_counter(), budget_clock()
+    with run.leaving_no_trace():
+        while time.perf_counter() - start < _WHILE:
+            run()
+    return (time.perf_counter() - start) / counted()
+
+
+def _said(left: Iterable[Left]) -> list[str]:
+    return [f"{each.status} {each.what}: {each.reason}" for each in left]
 
 
 def _rows(call: Inputs) -> int:

@@ -108,6 +108,11 @@ class Search:
                 "is measured; give more"
             )
         notes: list[str] = []
+        if self.bench.earlier:
+            before = ",".join(self.bench.earlier)
+            notes.append(
+                f"the model was optimized before ({before}): trials add to that; fxopt.restore(model) is without it"
+            )
         wanted, fit = len(self.space.singles()), left / each
         if fit < wanted and (self.most is None or self.most > fit):
             why = f"evaluate takes {duration(metric)}" if metric > each / 2 else f"a trial takes about {duration(each)}"

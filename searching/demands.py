@@ -12,7 +12,9 @@ from ..errors import UsageError, did_you_mean
 from ..reporting.wording import duration
 from ..storage import byte_text, parse_bytes
 
-__all__ = ["OBJECTIVES", "QUANTITIES", "Bound", "Quantity", "parse_bounds", "parse_objective", "parse_seconds"]
+__all__ = [
+    "OBJECTIVES", "QUANTITIES", "Bound", "Demands", "Quantity", "parse_bounds", "parse_objective", "parse_seconds",
+]  # fmt: skip
 
 _BOUND = re.compile(r"\s*(?P<sign><=|>=|=<|=>|<|>)?\s*(?P<number>[+-]?\d*\.?\d+(?:[eE][+-]?\d+)?)\s*(?P<unit>\S*)\s*")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
@@ -67,7 +69,8 @@ QUANTITIES: Mapping[str, Quantity] = {
     )
 }
 OBJECTIVES = ("latency", "memory", "size", "throughput", "training_step")
-_OF_INFERENCE, _OF_TRAINING = ("latency", "throughput"), ("training_step",)
+_STEP = "training_step"
+_OF_INFERENCE, _OF_TRAINING = ("latency", "throughput"), (_STEP,)
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,31 @@ class Bound:
         written = QUANTITIES[self.name].written
         found = written(figures[self.name]) if self.name in figures else "not measured"
         return f"{self.name} {found}, wanted {'>=' if self.higher else '<='} {written(self.limit(original))}"
+
+
+@dataclass(frozen=True)
+class Demands:
+    """What a search is asked for: the objective, what bounds it, and the seconds that there are."""
+
+    objective: str
+    bounds: tuple[Bound, ...]
+    seconds: float
+
+    @classmethod
+    def read(
+        cls, objective: object, constraints: object, time_budget: object, *, minimize: bool, has_metric: bool
+    ) -> Demands:
+        """Read what a user gave; UsageError says what is wrong in it."""
+        if minimize and not has_metric:
+            raise UsageError("minimize says that less of what evaluate returns is better: give evaluate, or leave it")
+        wanted = parse_objective(objective)
+        bounds = parse_bounds(constraints, training=wanted == _STEP, minimize=minimize, has_metric=has_metric)
+        return cls(wanted, bounds, parse_seconds(time_budget))
+
+    @property
+    def training(self) -> bool:
+        """Say whether steps of training are searched."""
+        return self.objective == _STEP
 
 
 def parse_objective(objective: object) -> str:
@@ -157,11 +185,17 @@ def _bound(name: str, given: object, *, minimize: bool) -> Bound:
     return Bound(name, value, False, str(given), higher)
 
 
+_NO_METRIC = (
+    "without evaluate the error of the results stands for the metric: give 'metric': '-1%', which means 'error': 0.01, "
+    "or evaluate"
+)
+
+
 def _of_error(bound: Bound) -> Bound:
     """Return what a bound of the metric says of the error, which stands for it."""
     number = -bound.number if bound.is_share else bound.number
     if number < 0 or not bound.is_share:
-        raise _wrong("metric", bound.text, "without evaluate= the metric is the error: give {'error': 0.01}")
+        raise _wrong("metric", bound.text, _NO_METRIC)
     return Bound("error", number, False, bound.text, higher=False)
 
 

@@ -68,8 +68,8 @@ class Front:
 
     @property
     def nearest(self) -> list[Point]:
-        """Return what was measured, that first which lacks least of the constraints."""
-        return self.aim.nearest(self._all)
+        """Return what was measured, that first which lacks least of the constraints; of what is the same the first."""
+        return self.aim.nearest(point for point in self._all if point.repeats is None)
 
     @property
     def _all(self) -> Sequence[Point]:
@@ -93,13 +93,14 @@ class Front:
         """Return the best point by one figure, the objective by default, among all that meet these bounds.
 
         Args:
-            name: `latency`, `memory`, `size`, `throughput`, `training_step`, `error` or `metric`.
+            name: `latency`, `memory`, `size`, `throughput`, `training_step`, `error` or `metric`, which is the error
+                where there was no `evaluate`.
             bounds: further constraints, as `search` takes them: `front.best("latency", metric=">= 0.98")`.
 
         Raises:
             UsageError: no trial meets the bounds; the message says what the nearest lacks.
         """
-        name = self.aim.objective if name is None else name
+        name = self.aim.objective if name is None else self.aim.lost if name == "metric" else name
         if name not in self.original.figures:
             raise UsageError(f"best({name!r}): there are {', '.join(self.original.figures)}")
         training = "training_step" in self.original.figures
@@ -169,8 +170,10 @@ class Front:
 
         The model is built as by `Front.model`, and each of its nodes is timed.
         """
-        fast = self.model(point)
-        return [] if record_of(fast) is None else held_back(api.report(fast, list(self._calls)))
+        fast, chosen = self.model(point), self.points[point] if isinstance(point, int) else point
+        if record_of(fast) is None:
+            return []
+        return [*filter(_is_of_no_graph, chosen.left), *held_back(api.report(fast, list(self._calls)))]
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write the points as a page; what is shown in it is opened by a click: what holds it back, and its report.
@@ -285,6 +288,10 @@ class Front:
     def _repr_html_(self) -> str:
         titles, rows = self.table()
         return points_html(self.headline(), titles, rows, self.remarks())
+
+
+def _is_of_no_graph(line: str) -> bool:
+    return line.startswith("missed ")
 
 
 def _named(point: Point) -> str:

@@ -19,12 +19,12 @@ from ..storage import as_folder
 from ..tracing.examples import check_whole, normalize_inputs
 from .bench import Bench
 from .course import Search
-from .demands import parse_bounds, parse_objective, parse_seconds
+from .demands import Demands
 from .front import Front
 from .points import Aim
 from .sensitivity import Sensitivities, sensitivities, weighted
 from .space import Space
-from .trials import Trials
+from .trials import Trials, check_optuna
 
 __all__ = ["search"]
 
@@ -57,13 +57,14 @@ def search(
         model: any module; it is left untouched.
         example_inputs: as for `optimize`; points are timed and compared on them.
         evaluate: takes a model in evaluation mode and returns a number, larger for better: accuracy, say. It is called
-            without gradients, and may change nothing. Without it, the error of the results on the example inputs says
-            what is lost.
+            without gradients, and may change nothing. Without it, the distance of the results on the example inputs
+            from the original's, their error, is the metric.
         minimize: less of `evaluate` is better: a loss.
         objective: `latency` (seconds a call), `throughput` (rows a second), `memory` (bytes held, and more in a call),
             `size` (bytes held), or `training_step` (seconds of a forward and a backward).
         constraints: figure -> what it may be: {"metric": "-1%", "memory": "500 MB", "latency": "20 ms", "error": 0.02}.
             A number with a sign and "%" is a change of what the original has; "<=" and ">=" may stand before others.
+            Without `evaluate`, "-1%" of the metric allows an error of 0.01, and no other bound of it has a meaning.
         time_budget: seconds, or a text such as "10 min". The trial that runs then is finished.
         trials: how many trials are made at most, counted in this call, without those that rewrite the same as another;
             by default as many as there is time for.
@@ -78,29 +79,27 @@ def search(
             parameters.
     """
     check_kind(model)
-    phase = Phase.TRAIN if parse_objective(objective) == "training_step" else Phase.EVAL
     for given, name in ((evaluate, "evaluate"), (finetune, "finetune")):
         if given is not None and not callable(given):
             raise UsageError(f"{name} is of type {type(given).__name__}; give a function that takes a model")
     expect(minimize, bool, "minimize", "True or False")
+    demands = Demands.read(objective, constraints, time_budget, minimize=minimize, has_metric=evaluate is not None)
     positive_integer(seed, "seed", least=0)
     folder = None if storage is None else as_folder(storage, "storage")
     most = None if trials is None else positive_integer(trials, "trials")
+    check_optuna()
     calls = normalize_inputs(example_inputs, model)
     if not calls:
         raise UsageError("there are no example inputs, on which points are timed; give example_inputs=")
     check_whole(calls)
-    bounds = parse_bounds(
-        constraints, training=phase is Phase.TRAIN, minimize=minimize, has_metric=evaluate is not None
-    )
-    start, seconds = time.perf_counter(), parse_seconds(time_budget)
-    bench = Bench(model, calls, training=phase is Phase.TRAIN, evaluate=evaluate, finetune=finetune, seed=seed)
-    aim = Aim(objective, bounds, bench.original.figures, evaluate is not None, minimize)
+    start, phase = time.perf_counter(), Phase.TRAIN if demands.training else Phase.EVAL
+    bench = Bench(model, calls, training=demands.training, evaluate=evaluate, finetune=finetune, seed=seed)
+    aim = Aim(objective, demands.bounds, bench.original.figures, evaluate is not None, minimize)
     goals = {Goal.SPEED, *([Goal.MEMORY, Goal.SIZE] if _asks_for_bytes(aim) else [])}
-    layers = _measured(bench, seconds)
+    layers = _measured(bench, demands.seconds)
     space = Space(phase, goals, layers, error=aim.limit("error"), trains=finetune is not None)
     made = Trials(space, aim, of=_said(bench, objective, evaluate), folder=folder, seed=seed)
-    return Search(bench, space, aim, made, folder=folder, deadline=start + seconds, most=most).run()
+    return Search(bench, space, aim, made, folder=folder, deadline=start + demands.seconds, most=most).run()
 
 
 def _measured(bench: Bench, seconds: float) -> Sensitivities | None:

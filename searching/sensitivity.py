@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..compat import modules_by_name
+from ..compat import modules_by_name, own_parameters
 from ..tracing.examples import Inputs
 from ..transforms.comparing import ComparedRun
 from ..transforms.quantize import costs
@@ -42,8 +42,11 @@ def sensitivities(model: nn.Module, calls: Sequence[Inputs]) -> Sensitivities:
 
 
 def weighted(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers that are looked at, by name."""
-    return {name: each for name, each in modules_by_name(model).items() if isinstance(each, _WEIGHTS)}
+    """Return the layers that are looked at, by name: those that hold their weight themselves."""
+    return {
+        name: each for name, each in modules_by_name(model).items()
+        if isinstance(each, _WEIGHTS) and own_parameters(each).get("weight") is not None
+    }  # fmt: skip
 
 
 @contextmanager

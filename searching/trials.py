@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import itertools
 import json
 import math
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from optuna import Study
     from optuna.trial import FrozenTrial, Trial
 
-__all__ = ["Trials"]
+__all__ = ["Trials", "check_optuna"]
 
 _NO_OPTUNA = 'a search needs optuna; install it with: pip install "fxopt[search]"'
 _POINT, _OF = "point", "of"
@@ -252,13 +253,19 @@ def _digest(space: Space) -> str:
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:8]
 
 
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Keep optuna from telling of each trial, and of what it calls experimental; UsageError where it is missing."""
+def check_optuna() -> None:
+    """Raise UsageError where optuna is missing."""
     try:
-        import optuna
+        importlib.import_module("optuna")
     except ImportError as error:
         raise UsageError(_NO_OPTUNA) from error
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Keep optuna from telling of each trial, and of what it calls experimental."""
+    import optuna
+
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import CalibrationError, InputError, one_line
 from ..passes.kinds import error_of
@@ -109,6 +109,7 @@ def _number_of(metric: Callable[[nn.Module], Any], model: nn.Module, name: str) 
     except (TypeError, ValueError, RuntimeError):
         value = math.nan
     if not math.isfinite(value):
-        shown = f"{found}" if isinstance(found, float) else f"a {type(found).__name__}" if found is not None else "None"
+        is_number = isinstance(found, float) or (isinstance(found, Tensor) and found.numel() == 1)
+        shown = f"{value}" if is_number else f"a {type(found).__name__}" if found is not None else "None"
         raise CalibrationError(f"{name} returned {shown}; return a finite number, larger for better")
     return value

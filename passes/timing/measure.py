@@ -6,8 +6,8 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
@@ -22,7 +22,10 @@ from .runner import Runner
 if sys.platform == "linux":
     import resource
 
-__all__ = ["CALLS_OF_CLEAR", "CALLS_OF_EACH", "CALLS_OF_TWO", "Interval", "Runner", "Timings", "time_candidates"]
+__all__ = [
+    "CALLS_OF_CLEAR", "CALLS_OF_EACH", "CALLS_OF_TWO", "Interval", "Runner", "Timings", "in_threads_that_gain",
+    "time_candidates",
+]  # fmt: skip
 
 Candidate = Callable[[], object]
 _SAMPLE_SECONDS = 200e-6
@@ -191,6 +194,14 @@ def _is_slower_in_threads(candidate: Candidate) -> bool:
     with one_thread():
         sampling = _Sampling(candidate, race_clock())
         return seconds > _NO_GAIN * sampling.sample()
+
+
+@contextmanager
+def in_threads_that_gain(candidate: Candidate) -> Generator[None]:
+    """Let torch compute in one thread for a while, where a call takes longer in several."""
+    stalls = torch.get_num_threads() > 1 and _is_slower_in_threads(candidate)
+    with one_thread() if stalls else nullcontext():
+        yield
 
 
 def _has_stalled(timings: Timings, samplings: Mapping[str, _Sampling]) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .costs import Machine, NodeCost, Profile, measured_machine, profile_of
+from .costs import Machine, NodeCost, Profile, measured_machine, profile_of, profiles_of
 from .picture import NOW, SCHEMA_VERSION, picture_of, picture_of_programs
 
 __all__ = [
     "NOW", "SCHEMA_VERSION", "Machine", "NodeCost", "Profile", "measured_machine", "picture_of", "picture_of_programs",
-    "profile_of",
+    "profile_of", "profiles_of",
 ]  # fmt: skip

@@ -14,13 +14,14 @@ from torch import fx, nn
 
 from ...compat import DispatchMode
 from ...operators import flops_of, mutates
+from ...passes.timing import in_threads_that_gain, is_work_of_this_thread, race_clock
 from ...runtime.graphs import capture_of, graph_name, select
 from ...runtime.values import Arguments, copied, objects_in, qualified, tensors_in
 from ...tracing.examples import Inputs
 from ...tracing.isolation import preserved
 from ...tracing.program import GraphRunner
 
-__all__ = ["Machine", "NodeCost", "Profile", "measured_machine", "profile_of"]
+__all__ = ["Machine", "NodeCost", "Profile", "measured_machine", "profile_of", "profiles_of"]
 
 _REPEATS = 3
 """Of so many runs of a node the fastest counts: anything else that runs only makes it slower."""
@@ -37,7 +38,7 @@ class NodeCost:
     """What a node costs in one call.
 
     Attributes:
-        seconds: of its fastest run, by the clock.
+        seconds: of its fastest run: of processor time where this thread does the work alone, else by the clock.
         flops: multiplications and additions that torch counts; 0 where it counts none.
         moved: bytes of the tensors that it reads and gives, parameters included.
     """
@@ -71,20 +72,36 @@ class Machine:
 def profile_of(model: nn.Module, call: Inputs) -> Profile:
     """Run a call of a captured or optimized model node by node, modules inside as well; the model stays as it is.
 
-    A module without a graph that fits counts as a whole. What runs for gradients is not part of it.
+    A module without a graph that fits counts as a whole. What runs for gradients is not part of it. Where the call
+    takes longer in several threads than in one, since other programs have the cores, torch computes in one.
     """
+    return profiles_of((model,), call)[0]
+
+
+def profiles_of(models: Sequence[nn.Module], call: Inputs) -> list[Profile]:
+    """Return `profile_of` each of several models, all in the threads in which the first one is faster."""
+    with torch.no_grad(), preserved(models[0]), in_threads_that_gain(_calling(models[0], call)):
+        return [_profile(model, call) for model in models]
+
+
+def _profile(model: nn.Module, call: Inputs) -> Profile:
     profile = Profile()
-    with torch.no_grad(), preserved(model):
-        turns = _turns((call.args, call.kwargs))
-        given = next(turns)
-
-        def run() -> Any:
-            args, kwargs = next(turns)
-            return model(*args, **kwargs)
-
-        profile.modules[""] = _cost(run, (given, list(model.parameters())))
+    given = next(_turns((call.args, call.kwargs)))
+    with preserved(model):
+        profile.modules[""] = _cost(_calling(model, call), (given, list(model.parameters())))
         _inside("", model, given, profile)
     return profile
+
+
+def _calling(model: nn.Module, call: Inputs) -> Callable[[], Any]:
+    """Return what makes a call, so often as its arguments are there for."""
+    turns = _turns((call.args, call.kwargs))
+
+    def run() -> Any:
+        args, kwargs = next(turns)
+        return model(*args, **kwargs)
+
+    return run
 
 
 def _inside(path: str, module: nn.Module, call: Arguments, profile: Profile) -> None:
@@ -170,12 +187,17 @@ class _Operations(DispatchMode):
 
 def _fastest(run: Callable[[], Any], repeats: int = _REPEATS) -> float:
     """Return the seconds of the fastest of several runs."""
-    taken: list[float] = []
-    for _ in range(repeats):
-        begun = time.perf_counter()
-        run()
-        taken.append(time.perf_counter() - begun)
-    return min(taken)
+    return min(_seconds(run) for _ in range(repeats))
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    """Return what a run takes, without what other programs take of one thread's turn."""
+    counts = race_clock() is time.thread_time
+    clocks = time.perf_counter, time.thread_time, time.process_time
+    begun = [clock() for clock in clocks]
+    run()
+    wall, here, in_process = (clock() - start for clock, start in zip(clocks, begun, strict=True))
+    return here if counts and is_work_of_this_thread(here, in_process) else wall
 
 
 @cache

@@ -24,6 +24,9 @@ def heads():
 def worth(model):
     return float(model(*example_inputs()).abs().mean())
 
+def never():
+    raise RuntimeError("the factory ran")
+
 NUMBER = 3
 """
 )
@@ -48,6 +51,25 @@ def test_a_search_writes_the_front_and_a_page(fxopt: Callable[..., Any], zoo: Pa
     leads = sorted(path.name for path in (zoo / "points-points").iterdir())
     assert leads
     assert all(f"points-points/{name}" in page for name in leads)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--constraint", "metric"], "--constraint metric: write NAME=LIMIT"),
+        (["--constraint", "speed=3"], "'speed' is no figure of inference"),
+        (["--constraint", "latency=20 MB"], "constraints: latency='20 MB'"),
+        (["--constraint", "metric=0.9"], "without evaluate the error of the results stands for the metric"),
+        (["--minimize"], "minimize says that less of what evaluate returns is better"),
+        (["--objective", "sped"], "objective='sped'"),
+        (["--time-budget", "soon"], "time_budget='soon'"),
+        (["--storage", "zoo.py"], "--storage='zoo.py': zoo.py is a file; name a folder"),
+    ],
+)
+def test_what_is_wrong_is_said_before_the_model_is_built(fxopt: Callable[..., Any], arguments: list[str], message: str):
+    done = fxopt("search", "zoo:never", *arguments)
+    assert done.code == 2
+    assert message in done.err
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ class Teller:
     original: Point = ORIGINAL
     evaluate_seconds: float = 0.0
     trial_seconds: float = 1e-3
+    earlier: tuple[str, ...] = ()
     base: Any = None
     calls: tuple[Any, ...] = ()
     states: dict[int, Any] = field(default_factory=dict[int, Any])

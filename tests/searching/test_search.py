@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,45 @@ def test_a_model_that_was_optimized_before_is_searched_as_well():
                 error = float((fast(X) - earlier(X)).abs().max() / earlier(X).abs().max())
             assert error == pytest.approx(point.figures["error"], rel=1e-3, abs=1e-6)
             assert fxopt.plan(fast).pipeline[:1] == fxopt.plan(earlier).pipeline
+
+
+def test_trials_on_an_optimized_model_say_what_became_of_its_graphs(monkeypatch: pytest.MonkeyPatch):
+    """Pruned layers are not those whose norms were folded: the pruned model runs its own forward."""
+    monkeypatch.setattr("fxopt.searching.space.pass_names", lambda: {"prune": "fxopt"})
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 4)
+    ).eval()
+    x = torch.randn(4, 1, 8, 8)
+    earlier = fxopt.optimize(model, "fold_batchnorm", example_inputs=x, measure=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxopt.GuardWarning)
+        front = search(earlier, example_inputs=x, trials=3)
+    assert front.notes[0].startswith("the model was optimized before (fold_batchnorm): trials add to that")
+    pruned = [point for point in front.trials if point.choice["prune"] and point.is_known]
+    assert pruned
+    assert all("used the original forward" in point.left[0] for point in pruned)
+    assert front.why(pruned[0])[0] == pruned[0].left[0]
+
+
+def test_layers_that_do_not_hold_their_weight_are_not_sorted():
+    """Members of a fused ensemble have views of one tensor, and a parametrized layer computes its weight."""
+    heads = nn.ModuleList(nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 2)) for _ in range(6))
+    fused = fxopt.optimize(Heads(heads).eval(), "fuse_ensembles", example_inputs=X, measure=False)
+    assert any(each.status == "applied" for each in fxopt.plan(fused).decisions)
+    for model in (fused, nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(64, 4))).eval()):
+        assert search(model, trials=1).trials
+
+
+class Heads(nn.Module):
+    """An ensemble, whose members are fused into one."""
+
+    def __init__(self, heads: nn.ModuleList) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([head(x) for head in self.heads], dim=1)
 
 
 def test_a_pruned_point_is_trained_and_its_weights_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -302,6 +342,12 @@ def spoiling(model: nn.Module) -> float:
     [
         ({"evaluate": raising}, InputError, "evaluate raised ZeroDivisionError: no data"),
         ({"evaluate": lambda _: float("nan")}, InputError, "evaluate returned nan; return a finite number"),
+        ({"evaluate": lambda _: torch.tensor(torch.nan)}, InputError, "evaluate returned nan; return a finite number"),
+        (
+            {"example_inputs": X[:, :3]},
+            InputError,
+            "the model raised RuntimeError on the example inputs: mat1",
+        ),
         ({"evaluate": lambda _: None}, InputError, "evaluate returned None"),
         ({"evaluate": spoiling}, CalibrationError, "evaluate changes parameters of the model in place"),
         ({"evaluate": 3}, UsageError, "evaluate is of type int; give a function"),
@@ -313,6 +359,12 @@ def spoiling(model: nn.Module) -> float:
         ({"seed": "a"}, UsageError, "seed is of type str"),
         ({"seed": -1}, UsageError, "seed is -1; give a whole number, at least 0"),
         ({"time_budget": 10**400}, UsageError, "give seconds, or a text such as '10 min'"),
+        ({"minimize": True}, UsageError, "minimize says that less of what evaluate returns is better: give evaluate"),
+        (
+            {"constraints": {"metric": 0.9}},
+            UsageError,
+            "without evaluate the error of the results stands for",
+        ),
         ({"storage": __file__}, UsageError, "test_search.py is a file; name a folder"),
         ({"storage": f"{__file__}/inside"}, UsageError, "test_search.py is a file; name a folder"),
         ({"constraints": {"memory": "much"}}, UsageError, "constraints: memory='much'"),
@@ -349,7 +401,11 @@ def test_constraints_that_no_point_meets_together_say_what_each_point_lacks():
     assert "wanted <= " in str(front)
 
 
-def test_a_slow_metric_is_told_with_how_many_trials_fit(caplog: pytest.LogCaptureFixture):
+def test_a_slow_metric_is_told_with_how_many_trials_fit(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("fxopt.searching.bench._waiting", lambda _: 1.0)  # as on a machine that is quiet
+
     def slow(_: nn.Module) -> float:
         time.sleep(0.3)
         return 1.0
@@ -377,6 +433,18 @@ def test_where_few_trials_fit_that_is_told(caplog: pytest.LogCaptureFixture, mon
         front = search(time_budget="2 min", trials=3)
     assert front.notes[0].startswith("a trial takes about 50 s, so about ")
     assert front.notes[0] in caplog.text
+
+
+def test_a_trial_takes_longer_by_the_clock_where_other_programs_have_the_cores(monkeypatch: pytest.MonkeyPatch):
+    real = time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: 4 * real())  # of each second here this thread has a quarter
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        bench = Bench(net(), normalize_inputs(X, net()), training=False, evaluate=None, finetune=None, seed=0)
+    finally:
+        torch.set_num_threads(threads)
+    assert bench.trial_seconds > 3.5  # a second of the processor, at the least
 
 
 def test_an_original_that_fails_its_constraint_is_told():
