@@ -81,7 +81,7 @@ def generate(
     for number, specialization in enumerate(specializations, 1):
         is_last = number == len(specializations)
         body_of = _Body(specialization, names)
-        asked, condition = fits(specialization.guards, body_of.write, names.fresh)  # what it names, the body may use
+        asked, condition = fits(specialization.guards, body_of.write)  # what it names, the body may use
         body = body_of.lines()
         if restarts and _checks_something(specialization):
             told = "" if any(map(_checks_data, specializations[number:])) else f"self._fxopt_passed({missed})"

@@ -14,12 +14,10 @@ from .guards import (
     Is,
     IsNot,
     Lacks,
-    SourceWriter,
     Tally,
     Truth,
     equal,
     exactly,
-    fits,
     in_evaluation,
     is_tensor,
     of_class,
@@ -52,6 +50,7 @@ from .sources import (
     type_of,
 )
 from .spelling import attribute_text
+from .writer import SourceWriter, fits
 
 __all__ = [
     "DESCRIPTIONS",

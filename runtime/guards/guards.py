@@ -5,8 +5,7 @@ from __future__ import annotations
 import enum
 import operator
 from abc import abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeGuard, cast
 
@@ -17,7 +16,6 @@ from ..values import Kept, qualified
 from .sources import (
     TOLD,
     Applied,
-    Argument,
     Attribute,
     Constant,
     Known,
@@ -36,8 +34,8 @@ from .sources import (
 from .spelling import told_name
 
 __all__ = [
-    "NOT_HELD", "Check", "Condition", "Equals", "Guard", "GuardMiss", "Has", "Is", "IsNot", "Lacks", "SourceWriter",
-    "Tally", "Truth", "equal", "exactly", "fits", "in_evaluation", "is_tensor", "of_class", "require", "same_type",
+    "NOT_HELD", "Check", "Condition", "Equals", "Guard", "GuardMiss", "Has", "Is", "IsNot", "Lacks",
+    "Tally", "Truth", "equal", "exactly", "in_evaluation", "is_tensor", "of_class", "require", "same_type",
 ]  # fmt: skip
 
 
@@ -326,66 +324,3 @@ def require(value: Any, expected: Any, reason: str, restart: bool | Kept = True,
     if restart:
         raise GuardMiss(reason, tally)
     raise GuardError(f"{reason}; the value is now {value!r}. Give example_inputs that cover this case too")
-
-
-class SourceWriter:
-    """Write what guards read, in their order, and what is read `afterwards`: what is read in several places has a name
-    from the first one on.
-    """
-
-    def __init__(
-        self, guards: Sequence[Guard], fresh: Callable[[str], str], name: Callable[[object], str],
-        afterwards: Sequence[Source] = (),
-    ) -> None:  # fmt: skip
-        self._fresh = fresh
-        self.name = name
-        self._uses = _uses([*(each for guard in guards for each in (guard.source, *guard.check.parts)), *afterwards])
-        self._names: dict[Source, str] = {}
-
-    def __call__(self, source: Source) -> str:
-        """Return an expression for a source: the name that it has already, or what reads it, and gives it one."""
-        known = self._names.get(source)
-        if known is not None:
-            return known
-        text = source.text(self)
-        if self._uses[source] < 2 or not source.parts:
-            return text
-        self._names[source] = name = self._fresh("read")
-        return f"({name} := {text})"
-
-    def assigned(self, source: Source) -> list[str]:
-        """Return the line that gives a source a name, if it is read in several places and has none yet."""
-        text = "" if source in self._names else self(source)
-        return [text[1:-1].replace(" := ", " = ", 1)] if source in self._names and text else []
-
-
-def _uses(sources: Iterable[Source]) -> Counter[Source]:
-    """Return how often each source is written; what a repeated one is made of is written once."""
-    uses: Counter[Source] = Counter()
-    pending = [*sources]
-    while pending:
-        source = pending.pop()
-        uses[source] += 1
-        if uses[source] == 1:
-            pending += source.parts
-    return uses
-
-
-def fits(guards: Sequence[Guard], write: SourceWriter, fresh: Callable[[str], str]) -> tuple[list[str], str]:
-    """Return lines that find out whether all of `guards` hold, and an expression that says so after them."""
-    text = " and ".join([guard.text(write) for guard in guards])
-    if all(map(_always_answers, guards)):
-        return [], text
-    answer = fresh("fits")
-    return [
-        "try:",
-        f"    {answer} = True if {text} else False",  # a tensor of several elements raises here
-        f"except {write.name(NOT_HELD)}:",
-        f"    {answer} = False",
-    ], answer
-
-
-def _always_answers(guard: Guard) -> bool:
-    """Say whether a condition can be asked of whatever the arguments are."""
-    by_identity = isinstance(guard.check, (Is, IsNot))
-    return by_identity and all(isinstance(source, (Argument, Constant, Known)) for source in guard.sources())

@@ -137,7 +137,7 @@ class _Names:
 def _as_text(guards: list[Guard]) -> str:
     """Return what the text of guards answers: "True", "False", or the error that it raises."""
     names = _Names()
-    lines, answer = fits(guards, SourceWriter(guards, names.fresh, names.name), names.fresh)
+    lines, answer = fits(guards, SourceWriter(guards, names.fresh, names.name))
     space = {**names.objects, **NAMES}
     try:
         exec("\n".join([*lines, f"answer = bool({answer})"]), space)
@@ -293,7 +293,7 @@ def test_what_several_guards_read_is_read_once() -> None:
         Guard(Applied(operator.add, (item_of(shape, 0), item_of(shape, 1))), Equals(key_of(5))),
     ]
     names = _Names()
-    lines, answer = fits(guards, SourceWriter(guards, names.fresh, names.name), names.fresh)
+    lines, answer = fits(guards, SourceWriter(guards, names.fresh, names.name))
     space: dict[str, Any] = {**names.objects, "x": Counting()}
     exec("\n".join([*lines, f"answer = {answer}"]), space)
     assert space["answer"] is True and space["x"].count == 1
