@@ -105,8 +105,10 @@ class Bench:
             self._waiting = max(1.0, _waiting(self._runner))
         self.original = Point(-1, "", {**self._costs(self.base, self._seconds), "error": 0.0, **worth})
         earlier = record_of(self.base)
-        self.earlier: Sequence[str] = () if earlier is None else earlier.plan.pipeline
-        """The passes that the model was given with."""
+        self._earlier = 0 if earlier is None else len(earlier.plan.pipeline)
+        decided = () if earlier is None else earlier.plan.decisions
+        self.earlier = tuple(dict.fromkeys(each.pass_name for each in decided if each.status == "applied"))
+        """The passes that had rewritten the model before it was given."""
         self._measured: dict[str, dict[str, Any]] = {}
         """Form of a model -> what was measured of it: another pipeline that rewrites the same is not timed again."""
         self.states: dict[int, Mapping[str, Tensor]] = {}
@@ -151,7 +153,7 @@ class Bench:
     ) -> dict[str, Any]:
         fast, finetuned = self._optimized(number, passes)
         record = needed_record(fast) if passes else None
-        plan = None if record is None else record.plan.last(len(record.plan.pipeline) - len(self.earlier))
+        plan = None if record is None else record.plan.last(len(record.plan.pipeline) - self._earlier)
         left = [] if record is None else _said(left_alone(record))
         made: dict[str, Any] = {"plan": plan, "left": tuple(left[:_MOST_LEFT]), "finetuned": finetuned}
         if plan is None or all(each.status != "applied" for each in plan.decisions):

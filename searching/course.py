@@ -109,7 +109,7 @@ class Search:
             )
         notes: list[str] = []
         if self.bench.earlier:
-            before = ",".join(self.bench.earlier)
+            before = ", ".join(self.bench.earlier)
             notes.append(
                 f"the model was optimized before ({before}): trials add to that; fxopt.restore(model) is without it"
             )
