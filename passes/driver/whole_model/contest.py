@@ -96,9 +96,12 @@ class Contest:
         first = self._gone(before) or (self._yielding if gain < CLEAR else None)
         if first is None or self.tuner.context.program.training:
             return None
-        self.tuner.context.budget.begin_again()
         step = first.decision.step
-        earlier = self._run_again(step, range(step + 1, len(self.passes)), first.pass_.name, run)
+        behind = range(step + 1, len(self.passes))
+        if any(self.passes[number].numerics is Numerics.SEMANTIC for number in behind):
+            return None
+        self.tuner.context.budget.begin_again()
+        earlier = self._run_again(step, behind, first.pass_.name, run)
         if earlier is not None:
             self.decide(run)
         return earlier
