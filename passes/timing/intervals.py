@@ -14,6 +14,8 @@ FEWEST_ROUNDS = 3
 """Fewer rounds have no interval at all."""
 SURE_ROUNDS = 6
 """Fewer rounds cannot give a 95% interval for a median of any distribution: 2 * 0.5**6 = 0.03."""
+_ROUNDS_BUT_ONE = 9
+"""Of so many rounds a 95% interval leaves the lowest and the highest out: 2 * (1 + 9) * 0.5**9 = 0.04."""
 _HOPELESS = 1.5
 """What took half as long again as the fastest in each of the fewest rounds is not tried further, if others are left."""
 CLEARLY_SLOWER = 1.05
@@ -88,8 +90,18 @@ class Timings:
         common = max(names, key=lambda name: sum(name in sample for sample in self.rounds))
         return min(names, key=lambda name: self.ratio(name, common).mid)
 
+    def hangs_on_one(self, before: str, after: str) -> bool:
+        """Say whether one round alone speaks against a clear gain, and a few more would tell whether it was disturbed."""
+        lowest, *others = self._ratios(before, after) or [math.inf]
+        few = SURE_ROUNDS <= len(self.rounds) < _ROUNDS_BUT_ONE
+        return few and lowest <= 1.0 and min(others) > CLEARLY_SLOWER
+
+    def _ratios(self, before: str, after: str) -> list[float]:
+        """Return how many times faster `after` was in each round that timed both, in order."""
+        return sorted(s[before] / s[after] for s in self.rounds if before in s and after in s)
+
     def _interval(self, before: str, after: str, confidence: float) -> Interval:
-        ratios = sorted(s[before] / s[after] for s in self.rounds if before in s and after in s)
+        ratios = self._ratios(before, after)
         if not ratios:
             return Interval(0.0, math.nan, math.inf)
         rank = _sign_test_rank(len(ratios), confidence)

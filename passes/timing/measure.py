@@ -128,6 +128,8 @@ def _raced(
             continue
         if _is_settled(timings, racing, samplings, effort.clear):
             break
+        if timings.hangs_on_one(first, timings.quickest(racing)):
+            continue
         if len(timings.rounds) >= effort.fewest and time.thread_time() > end:
             break
         is_long = sum(timings.rounds[-1].values()) > _LONG_ROUND_SECONDS

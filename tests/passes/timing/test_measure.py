@@ -298,6 +298,22 @@ class BusyMachine:
         return call
 
 
+def test_one_disturbed_round_takes_no_clear_gain_away(clock: Clock) -> None:
+    slow, fast = clock.candidate(0.15), clock.candidate(0.1)
+    calls = list[int]()
+
+    def disturbed() -> None:
+        calls.append(0)
+        fast()
+        clock.now += 1.0 if len(calls) == 3 else 0.0
+
+    found = time_candidates({"before": slow, "after": disturbed}, limit=0.0)
+    assert len(found.rounds) == 9
+    assert found.ratio("before", "after").gains()
+    never = time_candidates({"before": fast, "after": slow}, limit=0.0)
+    assert len(never.rounds) <= 6
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_other_programs_take_nothing_from_a_race_in_one_thread(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, seed: int
