@@ -223,7 +223,7 @@ class _Solver:
         moves, starts, counts = moves[is_possible], starts[is_possible], (stops - starts)[is_possible]
         if not len(moves):
             return {}
-        before = np.arange(counts.sum()) + np.repeat(starts - np.cumsum(counts) + counts, counts)
+        before: _Numbers = np.arange(int(counts.sum())) + np.repeat(starts - np.cumsum(counts) + counts, counts)
         targets, group = np.unique(self._moves.numbers[2, moves], return_inverse=True)
         moves, group = np.repeat(moves, counts), np.repeat(group, counts)
         sizes = ways.numbers[0, before] + self._moves.numbers[0, moves]
