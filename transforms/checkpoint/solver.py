@@ -181,7 +181,8 @@ class _Solver:
         most: _Numbers = np.minimum(limit + self._problem.room - needed, limit - added)
         stops: _Numbers = at.start + np.searchsorted(ways.numbers[0, at], most, "right")
         starts: _Numbers = at.stop - np.searchsorted(ways.costs[at][::-1], dearest - self._moves.costs[moves], "right")
-        return np.arange(moves.start, moves.stop), starts, stops
+        numbers: _Numbers = np.arange(int(moves.start), int(moves.stop))
+        return numbers, starts, stops
 
     def _moves_from(self, place: int, held: _Held) -> slice:
         """Return all moves from a place; they are the same for every limit."""
