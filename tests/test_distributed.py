@@ -168,7 +168,11 @@ def on_rank_other_models() -> Any:
     if distributed.get_rank() == 1:
         model.heads.append(nn.Linear(8, 2))
     passes = "eliminate_dead_code" if distributed.get_rank() else "fuse_ensembles"
-    return said(lambda: fused(model, x)), said(lambda: fxopt.optimize(model, passes, example_inputs=(x,)))
+    another = nn.Sequential(nn.Linear(4, 4), nn.Tanh() if distributed.get_rank() else nn.ReLU())  # equal tensors
+    return (
+        said(lambda: fused(model, x)), said(lambda: fxopt.optimize(another, "ddp", example_inputs=torch.ones(2, 4))),
+        said(lambda: fxopt.optimize(model, passes, example_inputs=(x,))),
+    )  # fmt: skip
 
 
 def on_rank_asks_for_something_else() -> Any:
@@ -332,8 +336,9 @@ def test_what_is_done_to_the_finished_model(of_ranks: list[dict[str, Any]]) -> N
 
 def test_ranks_with_other_models_or_passes(of_ranks: list[dict[str, Any]]) -> None:
     for each in of_ranks:
-        model, passes = each["other_models"]
-        assert model.startswith("UsageError: the tensors of rank 1's model have other names, shapes or dtypes")
+        model, classes, passes = each["other_models"]
+        assert model.startswith("UsageError: the modules of rank 1's model have other classes or tensors than")
+        assert classes == model
         assert passes.startswith("UsageError: rank 1 runs the passes 'eliminate_dead_code', rank 0 'fuse_ensembles")
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import faulthandler
 import importlib
 import json
+import multiprocessing
+import os
 import re
 import shutil
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
+from ranks import PRELOADED
 
 import fxopt
 
@@ -39,6 +45,9 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         lines += [""] * (number - 1 - len(lines)) + code.splitlines()
     name = f"page_{page.stem.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if any("init_process_group(" in line for line in lines):
+        run_apart(tmp_path / f"{name}.py")
+        return
     monkeypatch.syspath_prepend(str(tmp_path))
     try:
         importlib.import_module(name)
@@ -48,6 +57,35 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         pytest.skip(str(error))
     finally:
         sys.modules.pop(name, None)
+
+
+def run_apart(path: Path) -> None:
+    """Run a page in a process of its own: one that waits in a process group for ever is ended."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=run_page, args=(path, path.with_suffix(".txt")))
+    process.start()
+    process.join(120)
+    is_late = process.is_alive()
+    process.kill()
+    process.join()
+    said = path.with_suffix(".txt").read_text(encoding="utf-8")
+    assert not is_late, f"it did not end: {said}"
+    assert process.exitcode == 0, said
+
+
+def run_page(path: Path, said: Path) -> None:
+    with said.open("w", encoding="utf-8", buffering=1) as file, contextlib.redirect_stderr(file):
+        faulthandler.dump_traceback_later(110, file=file)
+        try:
+            os.chdir(path.parent)
+            sys.path.insert(0, str(path.parent))
+            importlib.import_module(path.stem)
+        except BaseException:
+            traceback.print_exc()
+            raise
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import all_modules, own_parameters
-from ...errors import UsageError
+from ...errors import StateError, UsageError
 from ...runtime.values import is_sharded
 
 if TYPE_CHECKING:
@@ -87,6 +87,16 @@ def _check_embedding(holder: nn.Module) -> None:
         )
 
 
+def _parameter_at(holder: nn.Module, name: str) -> nn.Parameter | None:
+    try:
+        return own_parameters(holder)[name]
+    except KeyError as error:
+        raise StateError(
+            f"'{name}' is no parameter of a {type(holder).__name__} any more (parametrized, or deleted); change the "
+            "plain model, then optimize it again"
+        ) from error
+
+
 def _hook(reader: nn.Module, places: Mapping[_Place, Layout]) -> None:
     plain = _Plain(places)
     reader.register_forward_pre_hook(plain.before)
@@ -104,12 +114,12 @@ class _Plain:
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Put them there; a hook before the forward."""
         replaced = list[tuple[_Place, nn.Parameter]]()
+        self._replaced.append(replaced)
         for place, layout in self._places.items():
-            tensor: Any = own_parameters(place[0])[place[1]]
+            tensor: Any = _parameter_at(*place)
             if is_sharded(tensor) and tuple(tensor.placements) == layout.placements:
                 replaced.append((place, tensor))
                 cast("dict[str, Tensor]", own_parameters(place[0]))[place[1]] = self._plain(tensor, layout)
-        self._replaced.append(replaced)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Take them away again; a hook after the forward."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed, nn
 
+from ...compat import is_transformed
 from ...errors import UsageError
 from ...runtime.values import tensors_in
 
@@ -31,15 +33,14 @@ class SameRows:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         group = self._mesh.get_group()
-        if not self._left or torch.compiler.is_compiling() or distributed.get_backend(group) == "fake":
+        is_plain = not torch.compiler.is_compiling() and not is_transformed()
+        if not self._left or not is_plain or distributed.get_backend(group) == "fake":
             return
         given = list(tensors_in([args, kwargs]))
         if any(tensor.is_meta for tensor in given):
             return
         self._left -= 1
-        everyone: list[Any] = [None] * self._mesh.size()
-        distributed.all_gather_object(everyone, [_summary(tensor) for tensor in given], group=group)
-        other = next((number for number, summary in enumerate(everyone) if summary != everyone[0]), 0)
+        other = self._another(_summary(given))
         if other:
             one, other = (distributed.get_global_rank(group, number) for number in (0, other))
             raise UsageError(
@@ -47,11 +48,24 @@ class SameRows:
                 "them the same rows, in the same order"
             )
 
+    def _another(self, number: int) -> int:
+        """Return the first process whose number is not that of process 0, or 0; one short message where all agree."""
+        own = torch.tensor([number, -number], device=self._mesh.device_type)
+        most = own.clone()
+        distributed.all_reduce(most, distributed.ReduceOp.MAX, self._mesh.get_group())
+        if int(most.sum()) == 0:
+            return 0
+        everyone = [torch.empty_like(own) for _ in range(self._mesh.size())]
+        distributed.all_gather(everyone, own, self._mesh.get_group())
+        return next(place for place, each in enumerate(everyone) if not torch.equal(each, everyone[0]))
 
-def _summary(tensor: Tensor) -> str:
-    """Return a text that is equal for equal tensors, and for others hardly ever."""
-    form = f"{[*tensor.shape]} {tensor.dtype} {tensor.layout}"
-    if tensor.layout is not torch.strided or not tensor.numel():
-        return form
-    values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return f"{form} {hashlib.sha256(values.numpy().tobytes()).hexdigest()}"
+
+def _summary(tensors: Sequence[Tensor]) -> int:
+    """Return a number that is equal for equal tensors, and for others hardly ever."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(f"{[*tensor.shape]} {tensor.dtype} {tensor.layout}".encode())
+        if tensor.layout is torch.strided and tensor.numel():
+            values: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            found.update(values)
+    return int.from_bytes(found.digest()[:7], "big")

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from ...compat import modules_by_name
 from ...errors import UsageError
-from ...runtime.values import tensors_by_name
+from ...runtime.values import tensors_by_name, user_class
 from ..contract import Pass
 from ..sites import Goal
 from .ranks import Ranks
@@ -34,7 +35,8 @@ class Asked:
 def check_alike(ranks: Ranks, model: nn.Module, passes: Sequence[Pass], asked: Asked) -> None:
     """Raise UsageError where another rank has another model or asks for something else, or is silent."""
     tensors = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors_by_name(model).items()]
-    form = hashlib.sha256(repr(tensors).encode()).hexdigest()
+    classes = [(name, user_class(type(module)).__qualname__) for name, module in modules_by_name(model).items()]
+    form = hashlib.sha256(repr((tensors, classes)).encode()).hexdigest()
     pipeline = ",".join(map(str, passes))
 
     def compare(everyone: Sequence[Any]) -> str:
@@ -42,7 +44,7 @@ def check_alike(ranks: Ranks, model: nn.Module, passes: Sequence[Pass], asked: A
             if other_pipeline != pipeline:
                 return f"rank {rank} runs the passes {other_pipeline!r}, rank 0 {pipeline!r}{_MODELS}"
             if other_form != form:
-                what = f"the tensors of rank {rank}'s model have other names, shapes or dtypes than those of rank 0"
+                what = f"the modules of rank {rank}'s model have other classes or tensors than those of rank 0"
                 return f"{what}{_MODELS}"
             for theirs, mine in zip(words, asked.words, strict=True):
                 if theirs != mine:

@@ -73,12 +73,21 @@ PASSES: dict[str, Make] = {
     "swap_kernels": partial(forwards.forwards, "swap_kernels"),
     "sync_batchnorm": _of("sync_batchnorm", kinds="convolutions", training=True),
 }  # fmt: skip
-"""Passes that need no second process. `sync_batchnorm` runs in a group of one."""
+"""Passes that need no second process."""
+
+IN_A_GROUP = ("parallel", "sync_batchnorm", "tensor_parallel")
+"""Those that run in a group, of one process if there is no other."""
+
+OF_RANKS: dict[str, Make] = {
+    "parallel": _of("parallel{tensor=2}", kinds="mlp blocks gated", training=None),
+    "tensor_parallel": _of("tensor_parallel", kinds="mlp blocks gated", training=None),
+}
+"""Passes that are tried in two processes."""
 
 
 def sample(name: str, seed: int) -> Sample:
     """Return the sample of a pass that a seed stands for."""
-    made = PASSES[name](random.Random(f"{name} {seed}"))
+    made = (PASSES | OF_RANKS)[name](random.Random(f"{name} {seed}"))
     return replace(made, seed=seed, build=partial(_seeded, made.build, seed, made.training))
 
 

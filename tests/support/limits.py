@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from support.all_uses import BY_KIND, USES
-from support.catalog import PASSES
+from support.catalog import OF_RANKS, PASSES
 from support.net import Trial
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -42,7 +42,7 @@ def limits(text: str | None = None) -> list[Limit]:
 def _row(cells: list[str]) -> Limit:
     passes, named = ({name.strip(" `") for name in cell.split(",")} for cell in cells[:2])
     uses = {use for name in named for use in ([each.name for each in BY_KIND[name]] if name in BY_KIND else [name])}
-    unknown = passes - {*PASSES, "*"} | uses - {*USES, "*"}
+    unknown = passes - {*PASSES, *OF_RANKS, "*"} | uses - {*USES, "*"}
     if unknown or len(cells) != 4:
         raise ValueError(f"docs/limits.md: a row of {len(cells)} cells, not 4, or unknown names: {sorted(unknown)}")
     return Limit(frozenset(passes), frozenset(uses), cells[2])

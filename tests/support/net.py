@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from support.all_uses import USES
-from support.catalog import sample
+from support.catalog import IN_A_GROUP, sample
 from support.concurrency import group_of_one_process
 from support.outcomes import WHOLE, Difference, Judge, Outcome, Raised
 from support.samples import NotForThis, Sample, Subject, quiet
@@ -110,4 +110,4 @@ def _used(chosen: Use, subject: Subject) -> Outcome:
 
 def group_of_one(made: Sample) -> contextlib.AbstractContextManager[None]:
     """Open a group of one process for passes that need one."""
-    return group_of_one_process() if made.last == "sync_batchnorm" else contextlib.nullcontext()
+    return group_of_one_process() if made.last in IN_A_GROUP else contextlib.nullcontext()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from across_ranks import whole
 from support.samples import NotForThis
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -193,8 +194,8 @@ def _scale(value: Any) -> float:
 
 
 def kept(value: Any) -> Any:
-    """Return a value whose tensors nobody writes to later."""
-    return pytree.tree_map_only(Tensor, lambda each: each.detach().clone(), value)
+    """Return a value whose tensors nobody writes to later; of those that are split over processes, all of them."""
+    return pytree.tree_map_only(Tensor, lambda each: whole(each.detach()).clone(), value)
 
 
 def attempt(function: Callable[[], Any]) -> Any:

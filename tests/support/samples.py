@@ -82,6 +82,11 @@ class Subject:
         self.names = [name for name, _ in sample.build().named_parameters()]
         self.children = [name for name, _ in sample.build().named_modules() if name]
 
+    def skip_where_split(self) -> None:
+        """Leave out what ends the process where layers are split over several, in torch itself."""
+        if self.sample.last in ("parallel", "tensor_parallel"):
+            raise NotForThis
+
     def build(self, seed: int = 0) -> nn.Module:
         """Return the plain model, with weights off by `noise`, or by a few units in the last place, where nudged."""
         model = self.sample.build()

@@ -177,11 +177,12 @@ class _Solver:
 
     def _possible(self, ways: _Table, at: slice, moves: slice, limit: int, dearest: float) -> _Arrival:
         """Return the moves from a place, and which of the ways to it each may follow."""
-        added, needed, _ = self._moves.numbers[:, moves]
-        most = np.minimum(limit + self._problem.room - needed, limit - added)
-        stops = at.start + ways.numbers[0, at].searchsorted(most, "right")
-        starts = at.stop - ways.costs[at][::-1].searchsorted(dearest - self._moves.costs[moves], "right")
-        return np.arange(moves.start, moves.stop), starts, stops
+        added, needed = self._moves.numbers[0, moves], self._moves.numbers[1, moves]
+        most: _Numbers = np.minimum(limit + self._problem.room - needed, limit - added)
+        stops: _Numbers = at.start + np.searchsorted(ways.numbers[0, at], most, "right")
+        starts: _Numbers = at.stop - np.searchsorted(ways.costs[at][::-1], dearest - self._moves.costs[moves], "right")
+        numbers: _Numbers = np.arange(int(moves.start), int(moves.stop))
+        return numbers, starts, stops
 
     def _moves_from(self, place: int, held: _Held) -> slice:
         """Return all moves from a place; they are the same for every limit."""
@@ -195,8 +196,8 @@ class _Solver:
             targets.append(self._target(stop, (held | again.keeps) & self._problem.crossing[stop]))
             operations.append(again.operations)
             self._chosen.append(region)
-        numbers = (np.array(each, np.int64) for each in (added, needed, targets))
-        known = self._from[place, held] = self._moves.add(*numbers, np.array(operations))
+        first, second, third = (np.array(each, np.int64) for each in (added, needed, targets))
+        known = self._from[place, held] = self._moves.add(first, second, third, np.array(operations))
         return known
 
     def _target(self, place: int, held: _Held) -> int:
@@ -223,7 +224,7 @@ class _Solver:
         moves, starts, counts = moves[is_possible], starts[is_possible], (stops - starts)[is_possible]
         if not len(moves):
             return {}
-        before = np.arange(counts.sum()) + np.repeat(starts - np.cumsum(counts) + counts, counts)
+        before: _Numbers = np.arange(int(counts.sum())) + np.repeat(starts - np.cumsum(counts) + counts, counts)
         targets, group = np.unique(self._moves.numbers[2, moves], return_inverse=True)
         moves, group = np.repeat(moves, counts), np.repeat(group, counts)
         sizes = ways.numbers[0, before] + self._moves.numbers[0, moves]

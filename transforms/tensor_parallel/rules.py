@@ -88,13 +88,14 @@ def result_of(call: SplitCall) -> Any:
 
 
 def one_head(call: SplitCall, heads: Sequence[str]) -> Stop | None:
-    """Say of a product that is not computed by parts that it is of one head; `heads`: where its operands became one."""
+    """Say of a call that is not computed by parts that it is of one head; `heads`: where its operands became one."""
     named = next(filter(None, heads), None)
-    if named is None or len(heads) < 2 or canonical_name(call.node) not in ("matmul", "scaled_dot_product_attention"):
+    if named is None:
         return None
+    is_product = len(heads) > 1 and canonical_name(call.node) in ("matmul", "scaled_dot_product_attention")
     is_all = all(heads)  # else there are more queries than keys
     what = "1 head does" if is_all else "1 head of keys and values does"
-    return Stop(f"{what} not divide by {call.processes} processes ('{named}')", is_uneven=is_all)
+    return Stop(f"{what} not divide by {call.processes} processes ('{named}')", is_uneven=is_all and is_product)
 
 
 def _attribute(call: SplitCall) -> Any:

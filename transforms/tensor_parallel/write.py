@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from ...compat import own_children, own_parameters
+from ...compat import own_children, own_parameters, same_memory
 from ...errors import InputError
 from ...layers.distributed import COLUMNS, SameRows, own_share, replicate_parameters
 from ...passes.rewriting import holds_inputs_first, layer_of
@@ -50,6 +50,8 @@ def split(
     # Every process has the whole weights: nothing needs to be sent.
     if plan:
         parallelize_module(model, mesh, plan, src_data_rank=None)
+    for name in plan:
+        here[name].register_forward_hook(_no_view)
     for block, places in vocabularies:
         split_vocabulary(program, block, places, mesh)
     if not around:
@@ -65,6 +67,11 @@ def _refuse_empty(_: nn.Module, args: tuple[Any, ...]) -> None:
             f"a layer that is split over processes gets {list(x.shape)}, without rows, which torch cannot split; "
             "leave such batches out, on all processes"
         )
+
+
+def _no_view(_: nn.Module, _given: tuple[Any, ...], output: Any) -> Any:
+    """Return what torch gives as a view of a DTensor as a tensor that may be written to: activations work in place."""
+    return same_memory(output) if isinstance(output, Tensor) else output
 
 
 def _inputs(module: nn.Module) -> int:

@@ -210,6 +210,7 @@ def optimizer_state(subject: Subject) -> Outcome:
 @use()
 def shared_memory(subject: Subject) -> Outcome:
     """`share_memory`, `requires_grad_`, `to("cpu")`, `to(memory_format=)` and `apply`."""
+    subject.skip_where_split()  # a DTensor has no memory to share
     model, found = subject.new(), {}
     for kind, change in {
         "shared": lambda: model.share_memory(), "cpu": lambda: model.to("cpu"),

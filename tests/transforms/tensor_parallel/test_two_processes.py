@@ -190,6 +190,32 @@ def on_rank_other_rows() -> list[str]:
     return found
 
 
+class InPlace(nn.Module):
+    """Writes into what its layers give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(torch.relu_(self.up(x)))
+        y += x
+        return y
+
+
+def on_rank_in_place() -> list[tuple[int, float]]:
+    torch.manual_seed(6)
+    models, x = (InPlace(), nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 4))), torch.randn(6, 4)
+    found = list[tuple[int, float]]()
+    for model in models:
+        fast = fxopt.optimize(model.train(), "tensor_parallel", example_inputs=x)
+        for each in (fast, model):
+            each(x).square().sum().backward()
+        sites = [d for d in fxopt.plan(fast).decisions if d.status == "applied"]
+        found.append((len(sites), apart(gradients(fast), gradients(model))))
+    return found
+
+
 def on_rank_other_weights() -> str:
     torch.manual_seed(distributed.get_rank())
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
@@ -239,6 +265,11 @@ def test_calls_with_a_cache_have_the_logits_of_one_process(of_ranks: list[dict[s
         for errors, is_equal, fused in each["cache"].values():
             assert max(errors) < 1e-12 and is_equal
             assert fused == 2
+
+
+def test_layers_whose_outputs_are_written_to_are_split(of_ranks: list[dict[str, Any]]) -> None:
+    for each in of_ranks:
+        assert all(sites == 1 and error < 1e-5 for sites, error in each["in_place"])
 
 
 def test_processes_with_other_rows_are_refused(of_ranks: list[dict[str, Any]]) -> None:
