@@ -91,7 +91,7 @@ class Timings:
         return min(names, key=lambda name: self.ratio(name, common).mid)
 
     def hangs_on_one(self, before: str, after: str) -> bool:
-        """Say whether one round alone speaks against a clear gain, and a few more would tell whether it was disturbed."""
+        """Say whether one round alone speaks against a clear gain: a few more tell whether it was disturbed."""
         lowest, *others = self._ratios(before, after) or [math.inf]
         few = SURE_ROUNDS <= len(self.rounds) < _ROUNDS_BUT_ONE
         return few and lowest <= 1.0 and min(others) > CLEARLY_SLOWER

@@ -130,10 +130,9 @@ def _raced(
             break
         if timings.hangs_on_one(first, timings.quickest(racing)):
             continue
-        if len(timings.rounds) >= effort.fewest and time.thread_time() > end:
-            break
+        is_late = len(timings.rounds) >= effort.fewest and time.thread_time() > end
         is_long = sum(timings.rounds[-1].values()) > _LONG_ROUND_SECONDS
-        if is_long and _is_futile(timings, first, racing, effort.worth):
+        if is_late or (is_long and _is_futile(timings, first, racing, effort.worth)):
             break
         if len(timings.rounds) < (min(effort.least_rounds, SURE_ROUNDS) if is_long else effort.least_rounds):
             continue
