@@ -96,6 +96,10 @@ class _Ways:
     moves: _Numbers  # the numbers of the moves that led here
     before: _Numbers  # which of the ways to where these start they follow
 
+    def at(self, places: _Numbers) -> _Ways:
+        """Return those at some places."""
+        return _Ways(self.sizes[places], self.costs[places], self.moves[places], self.before[places])
+
 
 _Arrival = tuple[_Ways, int, int, int]
 """Neighbouring ways to where a move starts, from one number to before another, and the number of the move."""
@@ -198,30 +202,35 @@ class _Solver:
     def _thinned(self, arrivals: Mapping[_Held, Sequence[_Arrival]]) -> dict[_Held, _Ways]:
         """Return by what is held the ways that no other beats, the smallest first; of many those furthest apart."""
         every = [arrival for each in arrivals.values() for arrival in each]
+        group, joined = self._joined(every, [len(each) for each in arrivals.values()])
+        order = _unbeaten(group, joined)
+        ends = np.searchsorted(group[order], np.arange(len(arrivals) + 1)).tolist()
+        chosen = (order[_spread(first, end)] for first, end in pairwise(ends))
+        return {held: joined.at(places) for held, places in zip(arrivals, chosen, strict=True)}
+
+    def _joined(self, every: Sequence[_Arrival], lengths: Sequence[int]) -> tuple[_Numbers, _Ways]:
+        """Return the group of each way that arrives, of which the next so many arrivals are one, and all ways."""
         counts = [stop - start for _, start, stop, _ in every]
-        numbers = np.array([number for *_, number in every])
         moves = [self._moves[number] for *_, number in every]
         sizes = np.concatenate([ways.sizes[start:stop] for ways, start, stop, _ in every])
         costs = np.concatenate([ways.costs[start:stop] for ways, start, stop, _ in every])
         sizes += np.repeat([move.added for move in moves], counts)
         costs += np.repeat([move.operations for move in moves], counts)
-        of = np.repeat(np.arange(len(every)), counts)
-        group = np.repeat(np.arange(len(arrivals)), [len(each) for each in arrivals.values()])[of]
-        order = np.lexsort((numbers[of], costs, sizes, group))
-        # The least cost before, group by group: those of a later group are all made smaller than those of an earlier.
-        rank = np.unique(costs, return_inverse=True)[1][order] - group[order] * len(order)
-        is_kept = np.ones(len(order), bool)
-        is_kept[1:] = rank[1:] < np.minimum.accumulate(rank)[:-1]
-        order = order[is_kept]
-        starts = np.array([start for _, start, _, _ in every]) - np.cumsum(counts) + counts
-        before: _Numbers = (order + starts[of[order]]).astype(np.int64)
-        sizes, costs, of = sizes[order], costs[order], numbers[of[order]]
-        ends = np.searchsorted(group[order], np.arange(len(arrivals) + 1)).tolist()
-        chosen = (_spread(first, end) for first, end in pairwise(ends))
-        return {
-            held: _Ways(sizes[each], costs[each], of[each], before[each])
-            for held, each in zip(arrivals, chosen, strict=True)
-        }
+        numbers = np.repeat([number for *_, number in every], counts)
+        begins = np.array([start for _, start, _, _ in every]) - np.cumsum(counts) + counts
+        before = np.arange(len(sizes)) + np.repeat(begins, counts)
+        group = np.repeat(np.repeat(np.arange(len(lengths)), lengths), counts)
+        return group, _Ways(sizes, costs, numbers, before)
+
+
+def _unbeaten(group: _Numbers, ways: _Ways) -> _Numbers:
+    """Return the places of the ways that no other of their group beats, group by group, the smallest first."""
+    order = np.lexsort((ways.moves, ways.costs, ways.sizes, group))
+    # The least cost before, group by group: those of a later group are all made smaller than those of an earlier.
+    rank = np.unique(ways.costs, return_inverse=True)[1][order] - group[order] * len(order)
+    is_kept = np.ones(len(order), bool)
+    is_kept[1:] = rank[1:] < np.minimum.accumulate(rank)[:-1]
+    return order[is_kept]
 
 
 def _spread(first: int, end: int) -> slice | _Numbers:
