@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import api
-from ..collection import give_memory_back
 from ..errors import FxoptError, InputError, NothingDoneWarning, StateWarning, UnverifiedWarning, one_line
+from ..freed_memory import give_memory_back
 from ..passes.contract import Pass
 from ..passes.driver import copied
 from ..passes.kinds import error_of
