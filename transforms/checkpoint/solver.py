@@ -218,7 +218,7 @@ class _Solver:
         costs += np.repeat([move.operations for move in moves], counts)
         numbers = np.repeat([number for *_, number in every], counts)
         begins = np.array([start for _, start, _, _ in every]) - np.cumsum(counts) + counts
-        before = np.arange(len(sizes)) + np.repeat(begins, counts)
+        before: _Numbers = (np.arange(len(sizes)) + np.repeat(begins, counts)).astype(np.int64)
         group = np.repeat(np.repeat(np.arange(len(lengths)), lengths), counts)
         return group, _Ways(sizes, costs, numbers, before)
 
