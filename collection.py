@@ -1,15 +1,12 @@
-"""Keep Python's cyclic garbage collector out of what is timed, and of what makes much that lives on, as imports do; and
-give memory back.
-"""
+"""Keep Python's cyclic garbage collector out of what is timed, and of what makes much that lives on, as imports do."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from collections.abc import Generator
 from contextlib import contextmanager
 
-__all__ = ["collection_of_the_new", "collection_paused", "give_memory_back"]
+__all__ = ["collection_of_the_new", "collection_paused"]
 
 
 @contextmanager
@@ -38,14 +35,3 @@ def collection_of_the_new() -> Generator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def give_memory_back() -> bool:
-    """Give the system what the C library keeps of memory that was freed; say whether this one can. After pruning
-    BERT-base it kept 6.7 GiB.
-    """
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError):  # no such function in some libraries
-        return False
-    return True

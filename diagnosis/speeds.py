@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from ..collection import give_memory_back
 from ..errors import UsageError
+from ..freed_memory import give_memory_back
 from ..passes.timing import Interval, Runner, held_memory, time_candidates
 from ..reporting.table import plain_text
 from ..reporting.wording import counted, duration, printable

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from .. import api
-from ..collection import give_memory_back
 from ..compat import all_modules
 from ..errors import (
     FxoptError,
@@ -25,6 +24,7 @@ from ..errors import (
     UnverifiedWarning,
     one_line,
 )
+from ..freed_memory import give_memory_back
 from ..passes.contract import Pass
 from ..passes.driver import copied
 from ..passes.kinds import error_of

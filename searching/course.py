@@ -141,17 +141,12 @@ class Search:
         except KeyboardInterrupt:
             self.trials.forget(trial)
             raise
-        _LOG.info("trial %d, %s: %s", point.number, point.pipeline or "as it was", self._became(point, others))
+        became = point.repeated or point.reason or str(dict(point.figures))
+        _LOG.info("trial %d, %s: %s", point.number, point.pipeline or "as it was", became)
         if self.folder is not None and point.finetuned:
             save_state(self.folder, point.number, self.bench.states[point.number])
         self.trials.tell(trial, point)
         return point
-
-    def _became(self, point: Point, others: Mapping[int, Point]) -> str:
-        """Say what became of a trial."""
-        if point.repeats is None:
-            return point.reason or str(dict(point.figures))
-        return f"rewrites the same as {others.get(point.repeats, self.bench.original).label}"
 
     def _ruled_out(self, choice: Choice, others: Mapping[int, Point], predictions: Predictions) -> str:
         """Return why a point is not made, if so."""

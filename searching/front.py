@@ -28,7 +28,7 @@ from .demands import QUANTITIES, parse_bounds
 from .explain import held_back
 from .others import others
 from .points import Aim, Point
-from .saved import Saved, load_state, save_state
+from .saved import Findings, load_state, save_state
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -194,17 +194,17 @@ class Front:
                 report.to_html(target.parent / link)
             shown.append((summary, [*self.lacks(point), *lines], link))
         versions = f"fxopt {VERSION}, PyTorch {torch.__version__}"
-        left = points_html("", *others(self._saved, [point.number for point in self._shown]), ())
+        left = points_html("", *others(self._findings, [point.number for point in self._shown]), ())
         table = points_html("", *self.table(), self.remarks())
         write_atomically(target, points_page(self.headline(), table, shown, left, versions))
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but models and weights as plain JSON values."""
-        return self._saved.to_json()
+        return self._findings.to_json()
 
     @property
-    def _saved(self) -> Saved:
-        return Saved(self.aim, self.original, self.trials, self.notes)
+    def _findings(self) -> Findings:
+        return Findings(self.aim, self.original, self.trials, self.notes)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write everything but the model into a folder: `front.json`, and weights that were trained; no pickle."""
@@ -212,7 +212,7 @@ class Front:
         target.mkdir(parents=True, exist_ok=True)
         for number, state in self._states.items():
             save_state(target, number, state)
-        self._saved.write(target)
+        self._findings.write(target)
 
     @classmethod
     def load(
@@ -229,7 +229,7 @@ class Front:
             InputError: the folder holds no front, or a damaged one.
         """
         where = as_path(folder, "folder")
-        saved = Saved.read(where)
+        saved = Findings.read(where)
         if model is not None:
             expect(model, nn.Module, "model", "the torch.nn.Module that was searched, or leave it out")
         states = {point.number: load_state(where, point.number) for point in saved.trials if point.finetuned}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from .demands import QUANTITIES
-from .points import Point
-from .saved import Saved
+from .points import Point, numbered
+from .saved import Findings
 
 __all__ = ["others"]
 
 
-def others(found: Saved, points: Collection[int]) -> tuple[list[str], list[list[str]]]:
+def others(found: Findings, points: Collection[int]) -> tuple[list[str], list[list[str]]]:
     """Return titles and rows: each trial but those of these numbers, what it costs and loses, what became of it."""
     compared = (found.aim.objective, found.aim.lost)
     rows = [
@@ -26,17 +26,11 @@ def _cell(trial: Point, name: str) -> str:
     return QUANTITIES[name].written(trial.figures[name]) if name in trial.figures else "-"
 
 
-def _became(found: Saved, trial: Point) -> str:
+def _became(found: Findings, trial: Point) -> str:
     """Say why a trial is no point of the front."""
     aim, every = found.aim, (found.original, *found.trials)
-    if trial.reason:
-        return trial.reason
-    if trial.repeats is not None:
-        return f"rewrites the same as {_numbered(trial.repeats)}"
+    if said := trial.reason or trial.repeated:
+        return said
     lacks = [bound.said(trial.figures, aim.original) for bound in aim.lacks(trial.figures)]
     better = (each.number for each in aim.unbeaten(every) if aim.beats(each.figures, trial.figures))
-    return "; ".join(lacks) or f"beaten by {_numbered(next(better, found.original.number))}"
-
-
-def _numbered(number: int) -> str:
-    return "the original" if number < 0 else f"trial {number}"
+    return "; ".join(lacks) or f"beaten by {numbered(next(better, found.original.number))}"

@@ -11,7 +11,12 @@ from ..errors import PlanError
 from ..runtime.record import Plan
 from .demands import QUANTITIES, Bound
 
-__all__ = ["Aim", "Point"]
+__all__ = ["Aim", "Point", "numbered"]
+
+
+def numbered(number: int) -> str:
+    """Return what a point of this number is called."""
+    return "the original" if number < 0 else f"trial {number}"
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,12 @@ class Point:
     @property
     def label(self) -> str:
         """Return what it is called in messages."""
-        return "the original" if self.number < 0 else f"trial {self.number}, {self.pipeline or 'as it was'!r}"
+        return numbered(self.number) + ("" if self.number < 0 else f", {self.pipeline or 'as it was'!r}")
+
+    @property
+    def repeated(self) -> str:
+        """Say which point it rewrites the same as; "" where it was measured."""
+        return "" if self.repeats is None else f"rewrites the same as {numbered(self.repeats)}"
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values."""

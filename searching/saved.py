@@ -16,14 +16,14 @@ from ..storage import write_atomically
 from .demands import Bound, parse_objective
 from .points import Aim, Point
 
-__all__ = ["Saved", "load_state", "save_state"]
+__all__ = ["Findings", "load_state", "save_state"]
 
 SCHEMA_VERSION = 1
 _FILE = "front.json"
 
 
 @dataclass(frozen=True)
-class Saved:
+class Findings:
     """What a front is but for models and weights."""
 
     aim: Aim
@@ -51,7 +51,7 @@ class Saved:
         write_atomically(folder / _FILE, json.dumps(self.to_json()))
 
     @classmethod
-    def read(cls, folder: Path) -> Saved:
+    def read(cls, folder: Path) -> Findings:
         """Read what `write` wrote; InputError: the folder holds no front, or a damaged one."""
         try:
             given = json.loads((folder / _FILE).read_text(encoding="utf-8"))

@@ -38,7 +38,7 @@ HOUSE = (
     ("cuda_ops",),
     ("operators",),
     ("compat", "known_passes", "pass_order", "storage"),
-    ("collection", "decision_files", "interrupts", "progress_bar", "settings"),
+    ("collection", "decision_files", "freed_memory", "interrupts", "progress_bar", "settings"),
     ("errors",),
     ("version",),
 )

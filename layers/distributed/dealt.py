@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat.distributed import gathered_in_order, handed_to_all
-from .vocabulary import GatheredLogits, Share
+from .share import Gathered, Share
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -51,7 +51,7 @@ class SplitColumns(nn.Linear):
 
     def __call__(self, input: Tensor, *, part: bool = False) -> Tensor:  # noqa: A002  its name in torch
         own: Tensor = super().__call__(input)
-        return own if part else GatheredLogits(self.share)(own)
+        return own if part else Gathered(self.share)(own)
 
 
 def own_share(x: Tensor, mesh: DeviceMesh) -> Tensor:

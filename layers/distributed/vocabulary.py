@@ -1,44 +1,25 @@
-"""A vocabulary that is split over processes: its embedding, the gathered logits, and their cross entropy."""
+"""A vocabulary that is split over processes: its words, its embedding, and the cross entropy of its logits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 from torch.autograd.function import once_differentiable
 
-from ...compat.distributed import added_up, gathered_in_order
+from ...compat.distributed import added_up
+from .share import Share
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = ["GatheredLogits", "Share", "SplitCrossEntropy", "SplitEmbedding"]
+__all__ = ["SplitCrossEntropy", "SplitEmbedding", "Words"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class Share:
-    """What a process has of a vocabulary of `size` words: as DTensors are divided, the last ones may have fewer."""
-
-    mesh: DeviceMesh
-    size: int
-
-    @property
-    def widest(self) -> int:
-        """Return how many words the first process has."""
-        return -(-self.size // self.mesh.size())
-
-    @property
-    def start(self) -> int:
-        return min(self.mesh.get_local_rank() * self.widest, self.size)
-
-    @property
-    def end(self) -> int:
-        return min(self.start + self.widest, self.size)
+class Words(Share):
+    """What a process has of the words of a vocabulary."""
 
     def places(self, words: Tensor) -> tuple[Tensor, Tensor]:
         """Return where words are in this process, 0 for those of others, and which are here."""
@@ -55,7 +36,7 @@ class SplitEmbedding(nn.Embedding):
     """An embedding of whose rows each process has a share."""
 
     _fxopt_is_operation = True
-    share: Share
+    share: Words
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  its name in torch
         self.share.check(input)
@@ -68,20 +49,6 @@ class SplitEmbedding(nn.Embedding):
 
 
 @dataclass(frozen=True)
-class GatheredLogits:
-    """Gather the logits that the processes have, [..., words of this process], to [..., all words]."""
-
-    share: Share
-
-    @property
-    def __name__(self) -> str:
-        return "gathered_logits"
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        return gathered_in_order(logits, self.share.mesh, -1, self.share.size)
-
-
-@dataclass(frozen=True)
 class SplitCrossEntropy:
     """Compute `F.cross_entropy` of logits [rows, words of this process]; all logits of a row are nowhere together.
 
@@ -89,7 +56,7 @@ class SplitCrossEntropy:
     the target are exchanged.
     """
 
-    share: Share
+    share: Words
 
     @property
     def __name__(self) -> str:
@@ -121,7 +88,7 @@ class _Losses(torch.autograd.Function):
     """The loss of each row, for targets that are all words."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, share: Share) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, share: Words) -> Tensor:
         group, (places, here) = share.mesh.get_group(), share.places(target)
         wide = logits.float() if logits.dtype in _HALF else logits
         largest = wide.amax(-1)

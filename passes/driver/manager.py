@@ -48,7 +48,7 @@ class Manager:
     _equal: EqualBlocks = field(default_factory=EqualBlocks, init=False)
     _original: nn.Module | None = field(default=None, init=False)
     _baseline: nn.Module | None = field(default=None, init=False)
-    _settled: Sequence[Rewrite] = field(default=(), init=False)
+    _in_baseline: Sequence[Rewrite] = field(default=(), init=False)
     _tuner: Tuner = field(init=False)
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class Manager:
             self.context.budget.begin_pass(count, owed=not pass_.only_speeds_up, contested=is_contested)
             self._observe(step, pass_, partial(self._run_pass, pass_))
             if costs_time and self._baseline is not None:
-                self._settled, self._baseline = tuple(self.rewrites), shallow_clone(self.program.model)
+                self._in_baseline, self._baseline = tuple(self.rewrites), shallow_clone(self.program.model)
         self.context.budget.begin_pass()  # what follows is of no pass
 
     def _time_and_take_up(self, contest: Contest) -> None:
@@ -128,8 +128,8 @@ class Manager:
         if self._baseline is not None:
             self.context.request.on_progress(Progress("timing the whole model"))
             with self.context.budget.spending(Stage.WHOLE):
-                self.timings = WholeModel(self._tuner, self._baseline, self._settled).never_slower()
-                if self._settled and self._original is not None:
+                self.timings = WholeModel(self._tuner, self._baseline, self._in_baseline).never_slower()
+                if self._in_baseline and self._original is not None:
                     self.timings = WholeModel(self._tuner, self._original).timed()
         return len(self.rewrites) < count
 

@@ -227,9 +227,9 @@ class Tuner:
             return kept, group.rest(kept.group)
         if pass_.contested:
             comparison.within(self.seconds_to_time(pass_, group))
-        return self._settled(comparison, self._race(comparison, able), ())
+        return self._chosen(comparison, self._race(comparison, able), ())
 
-    def _settled(
+    def _chosen(
         self, comparison: Comparison, race: Race, wrong: Sequence[str]
     ) -> tuple[Candidate | None, Sequence[Group]]:
         """Keep what won a race, where it pays and is right; of a lone site the next best, if others were `wrong`."""
@@ -245,7 +245,7 @@ class Tuner:
         reasons, others = tuple(dict.fromkeys((*wrong, kept.failure.text))), race.without_best()
         if others is None:
             return Candidate(group, dataclasses.replace(kept.failure, text="; ".join(reasons))), ()
-        return self._settled(comparison, others, reasons)
+        return self._chosen(comparison, others, reasons)
 
     def _candidates(self, comparison: Comparison) -> dict[str, Candidate]:
         """Return a candidate for each lowering; of those that are not timed the last one stands, where it is right."""

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ...compat import all_modules, own_parameters
-from ...layers.distributed import GatheredLogits, Share, SplitColumns, SplitCrossEntropy, SplitEmbedding
+from ...layers.distributed import Gathered, SplitColumns, SplitCrossEntropy, SplitEmbedding, Words
 from ...runtime.graphs import own
 from ...tracing.program import Program
 from .prepare import become, run_from_graphs, write_number
@@ -39,7 +39,7 @@ def split_vocabulary(program: Program, block: Mapping[str, Any], places: Places,
     """
     embeddings = [cast("nn.Embedding", program.module(name)) for name in block["embeddings"]]
     weight = embeddings[0].weight
-    share = Share(mesh, weight.shape[0])
+    share = Words(mesh, weight.shape[0])
     held = (cast("nn.Parameter", own_parameters(module)[last]) for module, last in places)
     split = next((tensor for tensor in held if tensor is not weight), None)
     if split is None:
@@ -58,7 +58,7 @@ def split_vocabulary(program: Program, block: Mapping[str, Any], places: Places,
 
 
 def _follow(
-    owner: nn.Module, graphs: Mapping[str, Mapping[str, Any]], heads: Sequence[nn.Module], share: Share
+    owner: nn.Module, graphs: Mapping[str, Mapping[str, Any]], heads: Sequence[nn.Module], share: Words
 ) -> None:
     """Let a module's graphs go on with a share of logits; its own forward gets all from its head."""
     capture = own(owner)
@@ -75,14 +75,14 @@ def _follow(
                 write_number(nodes[name], path, share.end - share.start)
         for name, users in edits.get("gathers", {}).items():
             with graph.inserting_after(nodes[name]):
-                whole = graph.call_function(GatheredLogits(share), (nodes[name],))
+                whole = graph.call_function(Gathered(share), (nodes[name],))
             whole.meta["val"] = nodes[name].meta.get("val")
             for user in users:
                 nodes[user].replace_input_with(nodes[name], whole)
     run_from_graphs(owner)
 
 
-def _compute_loss(node: fx.Node, owner: nn.Module, share: Share) -> None:
+def _compute_loss(node: fx.Node, owner: nn.Module, share: Words) -> None:
     """Let a node compute the loss of all words from those of each process."""
     if node.op == "call_module":
         module = cast("nn.CrossEntropyLoss", owner.get_submodule(str(node.target)))

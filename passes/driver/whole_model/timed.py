@@ -44,10 +44,10 @@ class _Variant:
 
 
 class WholeModel:
-    """Compare the rewritten model with a twin of what it was, which has the `settled` rewrites, too."""
+    """Compare the rewritten model with a twin of what it was, which has the rewrites `in_baseline`, too."""
 
-    def __init__(self, tuner: Tuner, baseline: nn.Module, settled: Collection[Rewrite] = ()) -> None:
-        self._tuner, self._context, self._baseline, self._settled = tuner, tuner.context, baseline, settled
+    def __init__(self, tuner: Tuner, baseline: nn.Module, in_baseline: Collection[Rewrite] = ()) -> None:
+        self._tuner, self._context, self._baseline, self._in_baseline = tuner, tuner.context, baseline, in_baseline
         self._seconds_to_write = 0.0  # a variant of the model
         deactivate(all_modules(baseline))
 
@@ -63,7 +63,7 @@ class WholeModel:
     @property
     def _judged(self) -> list[Rewrite]:
         """Return the rewrites that make the difference to the baseline."""
-        return [rewrite for rewrite in self._context.history.rewrites if rewrite not in self._settled]
+        return [rewrite for rewrite in self._context.history.rewrites if rewrite not in self._in_baseline]
 
     def never_slower(self) -> dict[str, Any] | None:
         """Return the model's timings; while it is slower, take back the rewrites without which it is fastest.
