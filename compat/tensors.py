@@ -234,15 +234,11 @@ version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 SAME_VERSION = "x{i}._version == version{i}"
 """In generated code: a tensor was written to as often as before."""
 
-SAME_MEMORY = (
-    "x{i}.data_ptr() == place{i} and x{i}.numel() == number{i} and x{i}.stride() == strides{i} "
-    "and x{i}.dtype is dtype{i}"
-)
+SAME_MEMORY = "x{i}.data_ptr() == place{i} and x{i}.numel() == number{i} and x{i}.stride() == strides{i}"
 """In generated code: its memory is there, and is read the same way."""
 
 COMPARED: tuple[Callable[[Tensor], Any], ...] = (
     cast("Any", Tensor)._version.__get__, Tensor.data_ptr, Tensor.numel, Tensor.stride,
-    cast("Any", Tensor).dtype.__get__,
 )  # fmt: skip
 """The same for `map`, over many tensors."""
 

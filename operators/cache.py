@@ -23,8 +23,8 @@ __all__ = ["Cache", "Unchanged", "is_dense", "sample_of", "why_not_plain", "why_
 class Unchanged:
     """Notes how tensors are, in the order of the calls of `same`; None stays None.
 
-    Changed is another object, a write in place, other memory, size, strides or type, or, on a CPU, other numbers at a
-    few places (`sample_of`), which shows most writes that torch does not count (`.data`, numpy, fused optimizers).
+    Changed is another object, a write in place, other memory, size or strides, or, on a CPU, other numbers at a few
+    places (`sample_of`), which shows most writes that torch does not count (`.data`, numpy, fused optimizers).
     Inference tensors are compared in full where `whole`. `torch.utils.swap_tensors` forbids weak references; the memory
     is held.
     """
@@ -88,7 +88,7 @@ def why_unseen(tensor: Tensor) -> str:
     return "was made in inference_mode, where torch does not count writes into it" if tensor.is_inference() else ""
 
 
-_NOTED = ("name", "version", "place", "number", "strides", "dtype", "view", "sample", "copy")
+_NOTED = ("name", "version", "place", "number", "strides", "view", "sample", "copy")
 
 
 def _noted(tensor: Tensor, alias: Tensor, whole: bool) -> tuple[Any, ...]:
@@ -96,7 +96,7 @@ def _noted(tensor: Tensor, alias: Tensor, whole: bool) -> tuple[Any, ...]:
     version = None if tensor.is_inference() else version_of(alias)
     sample = sample_of(alias) if type(tensor) in (Tensor, nn.Parameter) else (None, None)
     copy = tensor.clone() if whole and tensor.is_inference() else None
-    return id(tensor), version, alias.data_ptr(), alias.numel(), alias.stride(), alias.dtype, *sample, copy
+    return id(tensor), version, alias.data_ptr(), alias.numel(), alias.stride(), *sample, copy
 
 
 def _kind(tensor: Tensor, whole: bool) -> str:
