@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from statistics import fmean
@@ -66,6 +66,7 @@ class Comparison:
         self._brief, self._simulated = brief or self._hurried, simulated
         self._references: verification.References | None = None
         self._simulation: verification.References | None = None
+        self._in_other_modes: Callable[..., verification.References]
         self.before = self.runner()
         self._seconds = 0.0 if self.before is None else self.before.seconds
         if not self._has_time_to_time_one():
@@ -133,16 +134,17 @@ class Comparison:
         is_smaller = is_whole and self.pass_.numerics.keeps_function and not gradients
         sizes = verification.Sizes.SMALLER_AND_RECORDED if is_smaller else verification.Sizes.RECORDED
         taken = partial(
-            verification.References.taken, calls=self._compared_calls, modes=modes, gradients=gradients,
-            seed=self._seed, in_time=self._in_time,
+            verification.References.taken, calls=self._compared_calls, gradients=gradients, seed=self._seed,
+            in_time=self._in_time,
         )  # fmt: skip
+        closely = partial(
+            taken, brief=self._brief or lossy or semantic, widest=self._widest(coarse=coarse), sizes=sizes
+        )
         with self._running():
-            self._references = taken(
-                self._owner, brief=self._brief or lossy or semantic,
-                widest=self._widest(coarse=coarse), sizes=sizes,
-            )  # fmt: skip
+            self._references = closely(self._owner, modes=modes)
+            self._in_other_modes = partial(closely, shallow_clone(self._owner))
             if self._simulated is not None:  # noise would fill what is zero there
-                self._simulation = taken(self._simulated, steady=True, brief=True, widest=self._widest())
+                self._simulation = taken(self._simulated, modes=modes, steady=True, brief=True, widest=self._widest())
 
     def _widest(self, *, coarse: bool = False) -> torch.dtype:
         """Return the type of exact runs; autocast casts float32 down, and remembers what it has cast."""
@@ -166,8 +168,8 @@ class Comparison:
         """Return the worst verdict on a rewrite over the phases, or None where nothing can be checked."""
         pass_, owner, state_map, found = self.pass_, self._owner, edit.state_map(), list[verification.Verdict]()
         with self._running():
-            if self._references is not None:
-                found += self._references.verdicts(
+            for references in self._all_references():
+                found += references.verdicts(
                     owner, map_state=state_map.forward, numerics=pass_.numerics, budget=pass_.error_budget,
                     keeps_form=pass_.keeps_form,
                     peer=partial(pass_.peer, owner) if self._program.training else no_peer,
@@ -176,6 +178,15 @@ class Comparison:
                 # What a lossy pass takes away does not come back: of these only the way there counts.
                 found += self._simulation.verdicts(owner, map_state=partial(StateMap.forward, state_map))
         return verification.worst(found)
+
+    def _all_references(self) -> Iterator[verification.References]:
+        """Yield what the module gave as it was, and then in the modes that matter to the rewritten module alone."""
+        if self._references is None:
+            return
+        yield self._references
+        known = {each.conditions.training for each in self._references.runs}
+        if missed := [mode for mode in self._modes()[0] if mode not in known]:
+            yield self._in_other_modes(modes=missed)
 
     def runner(self) -> timing.Runner | None:
         """Return a function that calls the module as it runs now, to be timed; unchanged modules in it are inactive."""

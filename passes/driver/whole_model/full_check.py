@@ -21,6 +21,8 @@ _IN_FULL = 250.0  # with gradients it takes about as long as so many forwards of
 
 _Part = tuple[bool | None, bool, Sizes]
 """A mode, whether gradients count, and the sizes of calls."""
+_Where = tuple[Phase, tuple[bool | None, ...]]
+"""A phase, and the modes of it."""
 
 
 @dataclass
@@ -31,7 +33,7 @@ class FullCheck:
     model: nn.Module
     calls: Sequence[Inputs]
     in_time: Callable[[], None]
-    _parts: dict[Phase, Sequence[_Part]] = field(default_factory=dict[Phase, Sequence[_Part]], init=False)
+    _parts: dict[_Where, Sequence[_Part]] = field(default_factory=dict[_Where, Sequence[_Part]], init=False)
     _runs: dict[_Part, References] = field(default_factory=dict[_Part, References], init=False)
     _right: dict[Rewrite, set[_Part]] = field(default_factory=dict[Rewrite, set[_Part]], init=False)
 
@@ -58,25 +60,26 @@ class FullCheck:
         """
         together = phase_of(rewrites)
         phase = Phase.EVAL if together is Phase.EVAL else rewrite.phase
-        seen = {(mode, gradients) for mode, gradients, _ in self._right.get(rewrite, ())}
-        wanted = range(phase.covers_training, 2)
-        return all(any((mode, bool(gradients)) in seen for gradients in wanted) for mode in self._modes(phase))
+        right = self._right.get(rewrite, ())
+        seen = {mode for mode, gradients, _ in right if gradients or not phase.covers_training}
+        return seen.issuperset(self._modes(phase))
 
     def _modes(self, phase: Phase) -> Sequence[bool | None]:
-        return modes_to_check(self.model, phase, self.model.training)
+        """Return the modes to compare in: both where either model depends on the mode."""
+        both = self.model, self.context.program.model
+        return max((modes_to_check(each, phase, self.model.training) for each in both), key=len)
 
     def _references(self, phase: Phase) -> Iterator[tuple[_Part, References]]:
-        """Yield the runs of the original: all of them or, where these take too long, smaller ones: first in the given
-        mode without gradients, which tells soonest what is wrong.
+        """Yield the run of the original in each mode, on a smaller call where the recorded one takes too long; then
+        first in the given mode without gradients, which tells soonest what is wrong.
         """
-        budget, covers = self.context.budget, phase.covers_training
-        if phase not in self._parts:
-            modes = self._modes(phase)
+        budget, covers, modes = self.context.budget, phase.covers_training, tuple(self._modes(phase))
+        if (phase, modes) not in self._parts:
             is_short = budget.spent + _IN_FULL * budget.forward > budget.end_of_check
             first = [(modes[0], False, Sizes.SMALLER)] if is_short else []
             sizes = Sizes.SMALLER if is_short else Sizes.RECORDED
-            self._parts[phase] = list(dict.fromkeys([*first, *((mode, covers, sizes) for mode in modes)]))
-        for part in self._parts[phase]:
+            self._parts[phase, modes] = list(dict.fromkeys([*first, *((mode, covers, sizes) for mode in modes)]))
+        for part in self._parts[phase, modes]:
             if part not in self._runs:
                 mode, gradients, sizes = part
                 self._runs[part] = References.taken(

@@ -6,13 +6,15 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from support.runs import manager_of
-from support.wrong_passes.modes import DROPPED, dropped
-from support.wrong_passes.subject import Replace
+from support.wrong_passes.modes import DROPPED, Layer, dropped
+from support.wrong_passes.subject import Replace, named
 from torch import Tensor
 
 import fxopt
-from fxopt.passes.sites import Cause, Goal
+from fxopt.passes.rewriting import Edit
+from fxopt.passes.sites import Cause, Goal, Site
 from fxopt.passes.timing import TimeBudget
 
 BUDGETS = [200, 400, 600, 800, 1000, 1300, 1600, 2000, 2500, 3000, 4000, 6000]
@@ -71,3 +73,35 @@ def test_what_is_right_stands_where_time_is_enough_and_goes_unchecked_where_it_i
     found = [decided(dropped, budget, training=training) for budget in BUDGETS]
     assert found[0] == ("undone", Cause.NOT_CHECKED)
     assert found[-1] == ("applied", "")
+
+
+class ReadsMode(Replace):
+    """Give a function the mode of the module, which does not ask for it itself."""
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        node = edit.graph_node("node")
+        node.target = named(self.function)
+        with edit.graph.inserting_before(node):
+            node.args = (*node.args, edit.graph.get_attr("training"))
+
+
+def off_in(mode: bool) -> Callable[..., Tensor]:
+    """Return a ReLU that is off in a mode by a little."""
+    return lambda x, training: torch.relu(x) * (1.001 if training is mode else 1.0)
+
+
+def cut_in(mode: bool) -> Callable[..., Tensor]:
+    """Return a ReLU without gradients in a mode."""
+    return lambda x, training: torch.relu(x).detach() if training is mode else torch.relu(x)
+
+
+@pytest.mark.parametrize("wrong", [off_in, cut_in])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("wrong_in", [True, False])
+def test_a_mode_that_the_rewritten_module_alone_reads_is_compared(
+    wrong: Callable[[bool], Callable[..., Tensor]], training: bool, wrong_in: bool
+) -> None:
+    fast = fxopt.optimize(
+        Layer().train(training), [ReadsMode(wrong(wrong_in), (), "relu")], example_inputs=torch.randn(4, 6)
+    )
+    assert [(each.status, each.cause) for each in fxopt.plan(fast).decisions] == [("undone", Cause.DIFFERS)]
