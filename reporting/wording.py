@@ -244,7 +244,7 @@ def _likeness(decision: Decision) -> tuple[object, ...]:
     """Return what rows are merged by: the rewrite, how it was checked, and the place but for its numbers."""
     figures: Mapping[str, Any] = decision.figures
     place = _NUMBER.sub("#", str(figures.get("as") or decision.label))
-    checked = figures.get("checked"), _shared(figures)
+    checked = figures.get("checked"), figures.get("hurried"), _shared(figures)
     return decision.step, decision.pass_name, decision.choice, decision.detail, place, checked
 
 

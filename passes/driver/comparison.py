@@ -38,7 +38,7 @@ types, and in float64 on a smaller one, as rewrites are that are verified on the
 _LEAST = 1.01  # what seems to gain less in three long rounds is not timed further
 _COARSE = 1e-3
 """Where a pass may err by so much, float32 is exact enough to compare with; float64 takes many times as long."""
-_IN_MODE = {True: " in training", False: " in evaluation", None: ""}
+_IN_MODE = {True: ", in training,", False: ", in evaluation,", None: ""}
 
 
 class Comparison:
@@ -249,7 +249,7 @@ class Comparison:
     def _said_of_hurry(self) -> str:
         (mode,), gradients = self._modes()
         results, where = "results and gradients" if gradients else "results", _IN_MODE[mode]
-        return f"{self._budget} was spent: {results} of one call{where} alone were compared"
+        return f"{self._budget} was spent: only {results} of one call{where} were compared"
 
     def _unchecked(self) -> str:
         if not self._check:

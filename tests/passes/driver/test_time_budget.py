@@ -119,7 +119,7 @@ def test_a_pass_that_takes_all_the_time_leaves_those_behind_their_part(races: li
     budget = TimeBudget(100.0)
     manager = managed(budget, Slow(budget_of=budget), Lossy())
     assert [(d.step, d.status) for d in manager.decisions] == [(step, "applied") for step in (0, 0, 0, 1, 1, 1)]
-    hurried = "its part of the time budget of 100 s was spent: results of one call in evaluation alone were compared"
+    hurried = "its part of the time budget of 100 s was spent: only results of one call, in evaluation, were compared"
     assert [d.figures.get("hurried") for d in manager.decisions] == [None, hurried, hurried, None, None, None]
     assert len(races) == 3 + 1 + 1  # three sites and the whole model, this on a smaller batch, too
 
