@@ -208,10 +208,10 @@ class _Body:
         counts = Counter(self._places.values())
         lines = [line for place, count in counts.items() if count > 1 for line in self.write.assigned(place)]
         for node in self._nodes:
-            line = self._statement(node)
+            said, line = self._announcement(node), self._statement(node)  # in this order: the first names what is read
             if line is None:
                 continue
-            lines += self._announcement(node)
+            lines += said
             dead = self._last_uses.get(node)
             freed = f"{' = '.join(map(self._local, dead))} = None" if dead else ""
             # What follows a condition on its line would belong to it.

@@ -203,3 +203,16 @@ def test_what_looks_like_a_shape_in_a_text_is_left_alone():
     program = capture_program(Named(), (torch.ones(2),))
     assert torch.equal(program.model(torch.ones(2)), torch.ones(2))
     assert not program.captures[""].misses
+
+
+def test_what_is_said_before_a_call_reads_what_the_call_reads():
+    model = nn.Module()
+    model.inner = nn.ModuleDict({name: nn.ModuleDict({"leaf": nn.ReLU()}) for name in "ab"})
+    graph = fx.Graph()
+    value = graph.placeholder("x")
+    for name in "ab":
+        value = graph.call_module(f"inner.{name}.leaf", (value,))
+        value.meta["changes"] = True
+    graph.output(value)
+    install(model, Capture(nn.Module, [Specialization((), graph)], Signature.of_names(["x"])))
+    assert torch.equal(model(X), X.relu())
