@@ -18,6 +18,7 @@ from ..errors import UsageError, expect
 from ..passes.driver import copied, remember
 from ..reporting.html import points_html, points_page
 from ..reporting.plots import front_figure
+from ..reporting.report import Report
 from ..reporting.table import plain_text
 from ..reporting.wording import counted, printable
 from ..runtime.record import needed_record, record_of
@@ -166,14 +167,13 @@ class Front:
         )  # fmt: skip
 
     def why(self, point: Point | int = 0) -> list[str]:
-        """Say what holds a point back: the layers that take most of a call, with what was refused or undone there.
+        """Say what holds a point back: calls that no graph fits, then the layers that take most of a call, with what
+        was refused or undone there, then all else that was left alone.
 
         The model is built as by `Front.model`, and each of its nodes is timed.
         """
         fast, chosen = self.model(point), self.points[point] if isinstance(point, int) else point
-        if record_of(fast) is None:
-            return []
-        return [*filter(_is_of_no_graph, chosen.left), *held_back(api.report(fast, list(self._calls)))]
+        return [] if record_of(fast) is None else self._lines(chosen, api.report(fast, list(self._calls)))
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write the points as a page; what is shown in it is opened by a click: what holds it back, and its report.
@@ -190,7 +190,7 @@ class Front:
             if point.plan is not None and self._model is not None:
                 folder.mkdir(exist_ok=True)
                 report = api.report(self.model(point), list(self._calls))
-                lines, link = [*held_back(report), *lines], f"{folder.name}/{number}.html"
+                lines, link = self._lines(point, report), f"{folder.name}/{number}.html"
                 report.to_html(target.parent / link)
             shown.append((summary, [*self.lacks(point), *lines], link))
         versions = f"fxopt {VERSION}, PyTorch {torch.__version__}"
@@ -201,6 +201,12 @@ class Front:
     def to_json(self) -> dict[str, Any]:
         """Return everything but models and weights as plain JSON values."""
         return self._saved.to_json()
+    @staticmethod
+    def _lines(point: Point, report: Report) -> list[str]:
+        """Return what holds a point back: calls that no graph fits, then slow layers, then all else that was left."""
+        missed = [line for line in point.left if line.startswith("missed ")]  # a `Bench` puts these first
+        return [*missed, *held_back(report), *point.left[len(missed) :]]
+
 
     @property
     def _saved(self) -> Saved:
@@ -288,10 +294,6 @@ class Front:
     def _repr_html_(self) -> str:
         titles, rows = self.table()
         return points_html(self.headline(), titles, rows, self.remarks())
-
-
-def _is_of_no_graph(line: str) -> bool:
-    return line.startswith("missed ")
 
 
 def _named(point: Point) -> str:

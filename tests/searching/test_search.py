@@ -133,7 +133,7 @@ def test_a_model_that_was_optimized_before_is_searched_as_well():
             assert fxopt.plan(fast).pipeline[:1] == fxopt.plan(earlier).pipeline
 
 
-def test_trials_on_an_optimized_model_say_what_became_of_its_graphs(monkeypatch: pytest.MonkeyPatch):
+def test_trials_on_an_optimized_model_say_what_became_of_its_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Pruned layers are not those whose norms were folded: the pruned model runs its own forward."""
     monkeypatch.setattr("fxopt.searching.space.pass_names", lambda: {"prune": "fxopt"})
     torch.manual_seed(0)
@@ -150,6 +150,10 @@ def test_trials_on_an_optimized_model_say_what_became_of_its_graphs(monkeypatch:
     assert pruned
     assert all("used the original forward" in point.left[0] for point in pruned)
     assert front.why(pruned[0])[0] == pruned[0].left[0]
+    monkeypatch.setattr(fxopt.Front, "_shown", property(lambda _: pruned[:1]))
+    front.to_html(tmp_path / "points.html")
+    page = (tmp_path / "points.html").read_text()
+    assert 0 < page.index("used the original forward") < page.index("% of the time")
 
 
 def test_layers_that_do_not_hold_their_weight_are_not_sorted():
