@@ -101,7 +101,10 @@ class Front:
         Raises:
             UsageError: no trial meets the bounds; the message says what the nearest lacks.
         """
-        name = self.aim.objective if name is None else self.aim.lost if name == "metric" else name
+        if name is None:
+            name = self.aim.objective
+        if name == "metric":
+            name = self.aim.lost
         if name not in self.original.figures:
             raise UsageError(f"best({name!r}): there are {', '.join(self.original.figures)}")
         training = "training_step" in self.original.figures
@@ -198,15 +201,15 @@ class Front:
         table = points_html("", *self.table(), self.remarks())
         write_atomically(target, points_page(self.headline(), table, shown, left, versions))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return everything but models and weights as plain JSON values."""
-        return self._saved.to_json()
     @staticmethod
     def _lines(point: Point, report: Report) -> list[str]:
         """Return what holds a point back: calls that no graph fits, then slow layers, then all else that was left."""
         missed = [line for line in point.left if line.startswith("missed ")]  # a `Bench` puts these first
         return [*missed, *held_back(report), *point.left[len(missed) :]]
 
+    def to_json(self) -> dict[str, Any]:
+        """Return everything but models and weights as plain JSON values."""
+        return self._saved.to_json()
 
     @property
     def _saved(self) -> Saved:

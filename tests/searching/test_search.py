@@ -364,11 +364,7 @@ def spoiling(model: nn.Module) -> float:
         ({"seed": -1}, UsageError, "seed is -1; give a whole number, at least 0"),
         ({"time_budget": 10**400}, UsageError, "give seconds, or a text such as '10 min'"),
         ({"minimize": True}, UsageError, "minimize says that less of what evaluate returns is better: give evaluate"),
-        (
-            {"constraints": {"metric": 0.9}},
-            UsageError,
-            "without evaluate the error of the results stands for",
-        ),
+        ({"constraints": {"metric": 0.9}}, UsageError, "without evaluate the metric is the error of the results"),
         ({"storage": __file__}, UsageError, "test_search.py is a file; name a folder"),
         ({"storage": f"{__file__}/inside"}, UsageError, "test_search.py is a file; name a folder"),
         ({"constraints": {"memory": "much"}}, UsageError, "constraints: memory='much'"),
@@ -408,7 +404,7 @@ def test_constraints_that_no_point_meets_together_say_what_each_point_lacks():
 def test_a_slow_metric_is_told_with_how_many_trials_fit(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("fxopt.searching.bench._waiting", lambda _: 1.0)  # as on a machine that is quiet
+    monkeypatch.setattr("fxopt.searching.bench._seconds_by_the_clock", lambda _: 1.0)  # as on a machine that is quiet
 
     def slow(_: nn.Module) -> float:
         time.sleep(0.3)
