@@ -250,10 +250,11 @@ class Front:
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return titles and rows: the original, the points of the front or, where there are none, the nearest."""
         names = [name for name in _SHOWN if name in self.original.figures]
-        rows = [["", "as it was", *(_cell(name, self.original) for name in names)]]
-        for number, point in enumerate(self._shown):
+        places = {point.number: str(place) for place, point in enumerate(self.points)}
+        rows = [[places.get(self.original.number, ""), "as it was", *(_cell(name, self.original) for name in names)]]
+        for point in self._shown:
             if point is not self.original:
-                label = str(number) if self.points else "-"
+                label = places.get(point.number, "-")
                 rows.append([label, point.pipeline or "as it was", *(_cell(name, point) for name in names)])
         return ["", "pipeline", *names], rows
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.errors import CalibrationError, InputError, UsageError
 from fxopt.searching.bench import Bench
-from fxopt.searching.points import Aim
+from fxopt.searching.points import Aim, Point
 from fxopt.tracing.examples import normalize_inputs
 
 pytest.importorskip("optuna")
@@ -93,6 +93,14 @@ def test_points_are_built_from_their_plans_and_equal_what_was_measured(tmp_path:
     assert front.plot().axes[0].get_xlabel() == "latency"
     again.to_html(tmp_path / "points.html")
     assert (tmp_path / "points.html").read_text().count(f">{front.headline()}<") == 1  # and as the title of the page
+
+
+def test_the_table_has_the_number_of_each_point_that_of_the_original_as_well():
+    original = Point(-1, "", {"latency": 2.0, "error": 0.0})
+    faster = Point(0, "quantize", {"latency": 1.0, "error": 0.1})
+    front = fxopt.Front(Aim("latency", (), original.figures, has_metric=False, minimize=False), original, [faster])
+    assert front[1] is original
+    assert [row[:2] for row in front.table()[1]] == [["1", "as it was"], ["0", "quantize"]]
 
 
 def made(model: nn.Module, pipeline: str, finetune: Callable[[nn.Module], object] | None = None) -> fxopt.Front:
