@@ -191,8 +191,7 @@ def report(model: nn.Module, example_inputs: object = None) -> Report:
             warnings.simplefilter("ignore", StateWarning)  # what is gone is zero in it: that is meant
             original = capture(restore(model), example_inputs)
         for call in original.whole_calls[:1]:
-            before, after = profiles_of((original.model, model), call)
-            profiles = before, after
+            profiles = profiles_of(original.model, model, call)
     return Report(record, misses_in(all_modules(model)), notes(record, model), model, profiles)
 
 

@@ -25,7 +25,7 @@ def search(
     minimize: Annotated[bool, typer.Option("--minimize", help="Less of what --evaluate returns is better.")] = False,
     objective: Annotated[str, typer.Option(help="latency, throughput, memory, size, or training_step.")] = "latency",
     constraint: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=LIMIT", help="As metric=-1% or memory='500 MB'; again for more.")
+        list[str] | None, typer.Option(metavar="NAME=LIMIT", help="As metric=-1% or memory='500 MB'; may be repeated.")
     ] = None,
     time_budget: Annotated[str, typer.Option(metavar="TIME", help="Seconds, or a time such as '10 min'.")] = "10 min",
     trials: Annotated[int | None, typer.Option(min=1, help="Make at most this many trials.")] = None,

@@ -102,7 +102,7 @@ class Bench:
         timed = time_candidates({"before": self._runner}, seconds=_SECONDS, least_rounds=_ROUNDS)
         self._seconds = timed.seconds("before")
         with one_thread() if timed.in_one_thread else nullcontext():
-            self._waiting = max(1.0, _waiting(self._runner))
+            self._waiting = _seconds_by_the_clock(self._runner)
         self.original = Point(-1, "", {**self._costs(self.base, self._seconds), "error": 0.0, **worth})
         earlier = record_of(self.base)
         self._earlier = 0 if earlier is None else len(earlier.plan.pipeline)
@@ -259,10 +259,8 @@ class Bench:
             return number_of(self._evaluate, model, "evaluate")
 
 
-def _waiting(run: Runner) -> float:
-    """Return how many times as long as `optimize` counts the clock on the wall shows, for other programs have the
-    cores.
-    """
+def _seconds_by_the_clock(run: Runner) -> float:
+    """Return how many seconds the clock shows for one that `optimize` counts: more if other programs have the cores."""
     start, counted = time.perf_counter(), budget_clock()
     with run.leaving_no_trace():
         while time.perf_counter() - start < _WHILE:

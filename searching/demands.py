@@ -185,17 +185,14 @@ def _bound(name: str, given: object, *, minimize: bool) -> Bound:
     return Bound(name, value, False, str(given), higher)
 
 
-_NO_METRIC = (
-    "without evaluate the error of the results stands for the metric: give 'metric': '-1%', which means 'error': 0.01, "
-    "or evaluate"
-)
-
-
 def _of_error(bound: Bound) -> Bound:
     """Return what a bound of the metric says of the error, which stands for it."""
     number = -bound.number if bound.is_share else bound.number
     if number < 0 or not bound.is_share:
-        raise _wrong("metric", bound.text, _NO_METRIC)
+        raise _wrong(
+            "metric", bound.text, "without evaluate the metric is the error of the results: give {'error': 0.01}, or "
+            "{'metric': '-1%'}, which is the same, or evaluate",
+        )  # fmt: skip
     return Bound("error", number, False, bound.text, higher=False)
 
 

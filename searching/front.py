@@ -18,6 +18,7 @@ from ..errors import UsageError, expect
 from ..passes.driver import copied, remember
 from ..reporting.html import points_html, points_page
 from ..reporting.plots import front_figure
+from ..reporting.report import Report
 from ..reporting.table import plain_text
 from ..reporting.wording import counted, printable
 from ..runtime.record import needed_record, record_of
@@ -100,7 +101,10 @@ class Front:
         Raises:
             UsageError: no trial meets the bounds; the message says what the nearest lacks.
         """
-        name = self.aim.objective if name is None else self.aim.lost if name == "metric" else name
+        if name is None:
+            name = self.aim.objective
+        if name == "metric":
+            name = self.aim.lost
         if name not in self.original.figures:
             raise UsageError(f"best({name!r}): there are {', '.join(self.original.figures)}")
         training = "training_step" in self.original.figures
@@ -166,14 +170,13 @@ class Front:
         )  # fmt: skip
 
     def why(self, point: Point | int = 0) -> list[str]:
-        """Say what holds a point back: the layers that take most of a call, with what was refused or undone there.
+        """Say what holds a point back: calls that no graph fits, then the layers that take most of a call, with what
+        was refused or undone there, then all else that was left alone.
 
         The model is built as by `Front.model`, and each of its nodes is timed.
         """
         fast, chosen = self.model(point), self.points[point] if isinstance(point, int) else point
-        if record_of(fast) is None:
-            return []
-        return [*filter(_is_of_no_graph, chosen.left), *held_back(api.report(fast, list(self._calls)))]
+        return [] if record_of(fast) is None else self._lines(chosen, api.report(fast, list(self._calls)))
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write the points as a page; what is shown in it is opened by a click: what holds it back, and its report.
@@ -190,13 +193,19 @@ class Front:
             if point.plan is not None and self._model is not None:
                 folder.mkdir(exist_ok=True)
                 report = api.report(self.model(point), list(self._calls))
-                lines, link = [*held_back(report), *lines], f"{folder.name}/{number}.html"
+                lines, link = self._lines(point, report), f"{folder.name}/{number}.html"
                 report.to_html(target.parent / link)
             shown.append((summary, [*self.lacks(point), *lines], link))
         versions = f"fxopt {VERSION}, PyTorch {torch.__version__}"
         left = points_html("", *others(self._findings, [point.number for point in self._shown]), ())
         table = points_html("", *self.table(), self.remarks())
         write_atomically(target, points_page(self.headline(), table, shown, left, versions))
+
+    @staticmethod
+    def _lines(point: Point, report: Report) -> list[str]:
+        """Return what holds a point back: calls that no graph fits, then slow layers, then all else that was left."""
+        missed = [line for line in point.left if line.startswith("missed ")]  # a `Bench` puts these first
+        return [*missed, *held_back(report), *point.left[len(missed) :]]
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but models and weights as plain JSON values."""
@@ -241,10 +250,11 @@ class Front:
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return titles and rows: the original, the points of the front or, where there are none, the nearest."""
         names = [name for name in _SHOWN if name in self.original.figures]
-        rows = [["", "as it was", *(_cell(name, self.original) for name in names)]]
-        for number, point in enumerate(self._shown):
+        places = {point.number: str(place) for place, point in enumerate(self.points)}
+        rows = [[places.get(self.original.number, ""), "as it was", *(_cell(name, self.original) for name in names)]]
+        for point in self._shown:
             if point is not self.original:
-                label = str(number) if self.points else "-"
+                label = places.get(point.number, "-")
                 rows.append([label, point.pipeline or "as it was", *(_cell(name, point) for name in names)])
         return ["", "pipeline", *names], rows
 
@@ -288,10 +298,6 @@ class Front:
     def _repr_html_(self) -> str:
         titles, rows = self.table()
         return points_html(self.headline(), titles, rows, self.remarks())
-
-
-def _is_of_no_graph(line: str) -> bool:
-    return line.startswith("missed ")
 
 
 def _named(point: Point) -> str:

@@ -10,7 +10,9 @@ from typing import Any, cast
 
 import torch
 
-__all__ = ["Clock", "Eviction", "is_work_of_this_thread", "last_level_bytes", "one_thread", "race_clock"]
+__all__ = [
+    "Clock", "Eviction", "is_work_of_this_thread", "last_level_bytes", "one_thread", "race_clock", "seconds_of",
+]  # fmt: skip
 
 Clock = Callable[[], float]
 _FINE_SECONDS = 1e-5  # a clock of coarser steps tells little of samples of 200 microseconds
@@ -35,6 +37,15 @@ def race_clock(*, waits_for_gpu: bool = False) -> Clock:
 def is_work_of_this_thread(here: float, in_process: float) -> bool:
     """Say whether the calling thread did what took so many seconds of its time: others of the process did little."""
     return in_process - here <= _ELSEWHERE * here
+
+
+def seconds_of(run: Callable[[], object]) -> float:
+    """Return what a run takes: by the clock of races where this thread does the work, else by that on the wall."""
+    clocks = race_clock(), time.perf_counter, time.thread_time, time.process_time
+    begun = [clock() for clock in clocks]
+    run()
+    raced, wall, here, in_process = (clock() - start for clock, start in zip(clocks, begun, strict=True))
+    return raced if is_work_of_this_thread(here, in_process) else wall
 
 
 @contextmanager

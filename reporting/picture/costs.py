@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import repeat
@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from ...compat import DispatchMode
 from ...operators import flops_of, mutates
-from ...passes.timing import in_threads_that_gain, is_work_of_this_thread, race_clock
+from ...passes.timing import in_threads_that_gain, seconds_of
 from ...runtime.graphs import capture_of, graph_name, select
 from ...runtime.values import Arguments, copied, objects_in, qualified, tensors_in
 from ...tracing.examples import Inputs
@@ -75,13 +75,20 @@ def profile_of(model: nn.Module, call: Inputs) -> Profile:
     A module without a graph that fits counts as a whole. What runs for gradients is not part of it. Where the call
     takes longer in several threads than in one, since other programs have the cores, torch computes in one.
     """
-    return profiles_of((model,), call)[0]
+    with _in_threads_for(model, call):
+        return _profile(model, call)
 
 
-def profiles_of(models: Sequence[nn.Module], call: Inputs) -> list[Profile]:
-    """Return `profile_of` each of several models, all in the threads in which the first one is faster."""
-    with torch.no_grad(), preserved(models[0]), in_threads_that_gain(_calling(models[0], call)):
-        return [_profile(model, call) for model in models]
+def profiles_of(before: nn.Module, after: nn.Module, call: Inputs) -> tuple[Profile, Profile]:
+    """Return `profile_of` two models, both in the threads in which the first one is faster."""
+    with _in_threads_for(before, call):
+        return _profile(before, call), _profile(after, call)
+
+
+@contextmanager
+def _in_threads_for(model: nn.Module, call: Inputs) -> Generator[None]:
+    with torch.no_grad(), preserved(model), in_threads_that_gain(_calling(model, call)):
+        yield
 
 
 def _profile(model: nn.Module, call: Inputs) -> Profile:
@@ -94,7 +101,7 @@ def _profile(model: nn.Module, call: Inputs) -> Profile:
 
 
 def _calling(model: nn.Module, call: Inputs) -> Callable[[], Any]:
-    """Return what makes a call, so often as its arguments are there for."""
+    """Return a function that makes the call, with new arguments each time where a call may write into them."""
     turns = _turns((call.args, call.kwargs))
 
     def run() -> Any:
@@ -187,17 +194,7 @@ class _Operations(DispatchMode):
 
 def _fastest(run: Callable[[], Any], repeats: int = _REPEATS) -> float:
     """Return the seconds of the fastest of several runs."""
-    return min(_seconds(run) for _ in range(repeats))
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    """Return what a run takes, without what other programs take of one thread's turn."""
-    counts = race_clock() is time.thread_time
-    clocks = time.perf_counter, time.thread_time, time.process_time
-    begun = [clock() for clock in clocks]
-    run()
-    wall, here, in_process = (clock() - start for clock, start in zip(clocks, begun, strict=True))
-    return here if counts and is_work_of_this_thread(here, in_process) else wall
+    return min(seconds_of(run) for _ in range(repeats))
 
 
 @cache

@@ -59,7 +59,7 @@ def test_a_search_writes_the_front_and_a_page(fxopt: Callable[..., Any], zoo: Pa
         (["--constraint", "metric"], "--constraint metric: write NAME=LIMIT"),
         (["--constraint", "speed=3"], "'speed' is no figure of inference"),
         (["--constraint", "latency=20 MB"], "constraints: latency='20 MB'"),
-        (["--constraint", "metric=0.9"], "without evaluate the error of the results stands for the metric"),
+        (["--constraint", "metric=0.9"], "without evaluate the metric is the error of the results"),
         (["--minimize"], "minimize says that less of what evaluate returns is better"),
         (["--objective", "sped"], "objective='sped'"),
         (["--time-budget", "soon"], "time_budget='soon'"),

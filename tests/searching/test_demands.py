@@ -51,7 +51,7 @@ def test_a_loss_may_grow():
 def test_without_a_metric_it_is_the_error():
     (bound,) = bounds({"metric": "-1%"}, has_metric=False)
     assert (bound.name, bound.number) == ("error", 0.01)
-    with pytest.raises(UsageError, match="without evaluate the error of the results stands for the metric"):
+    with pytest.raises(UsageError, match="without evaluate the metric is the error of the results"):
         bounds({"metric": 0.98}, has_metric=False)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.errors import CalibrationError, InputError, UsageError
 from fxopt.searching.bench import Bench
-from fxopt.searching.points import Aim
+from fxopt.searching.points import Aim, Point
 from fxopt.tracing.examples import normalize_inputs
 
 pytest.importorskip("optuna")
@@ -95,6 +95,14 @@ def test_points_are_built_from_their_plans_and_equal_what_was_measured(tmp_path:
     assert (tmp_path / "points.html").read_text().count(f">{front.headline()}<") == 1  # and as the title of the page
 
 
+def test_the_table_has_the_number_of_each_point_that_of_the_original_as_well():
+    original = Point(-1, "", {"latency": 2.0, "error": 0.0})
+    faster = Point(0, "quantize", {"latency": 1.0, "error": 0.1})
+    front = fxopt.Front(Aim("latency", (), original.figures, has_metric=False, minimize=False), original, [faster])
+    assert front[1] is original
+    assert [row[:2] for row in front.table()[1]] == [["1", "as it was"], ["0", "quantize"]]
+
+
 def made(model: nn.Module, pipeline: str, finetune: Callable[[nn.Module], object] | None = None) -> fxopt.Front:
     """Return a front that has tried one pipeline."""
     calls = normalize_inputs(X, model)
@@ -133,7 +141,7 @@ def test_a_model_that_was_optimized_before_is_searched_as_well():
             assert fxopt.plan(fast).pipeline[:1] == fxopt.plan(earlier).pipeline
 
 
-def test_trials_on_an_optimized_model_say_what_became_of_its_graphs(monkeypatch: pytest.MonkeyPatch):
+def test_trials_on_an_optimized_model_say_what_became_of_its_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Pruned layers are not those whose norms were folded: the pruned model runs its own forward."""
     monkeypatch.setattr("fxopt.searching.space.pass_names", lambda: {"prune": "fxopt"})
     torch.manual_seed(0)
@@ -150,6 +158,10 @@ def test_trials_on_an_optimized_model_say_what_became_of_its_graphs(monkeypatch:
     assert pruned
     assert all("used the original forward" in point.left[0] for point in pruned)
     assert front.why(pruned[0])[0] == pruned[0].left[0]
+    monkeypatch.setattr(fxopt.Front, "_shown", property(lambda _: pruned[:1]))
+    front.to_html(tmp_path / "points.html")
+    page = (tmp_path / "points.html").read_text()
+    assert 0 < page.index("used the original forward") < page.index("% of the time")
 
 
 def test_layers_that_do_not_hold_their_weight_are_not_sorted():
@@ -360,11 +372,7 @@ def spoiling(model: nn.Module) -> float:
         ({"seed": -1}, UsageError, "seed is -1; give a whole number, at least 0"),
         ({"time_budget": 10**400}, UsageError, "give seconds, or a text such as '10 min'"),
         ({"minimize": True}, UsageError, "minimize says that less of what evaluate returns is better: give evaluate"),
-        (
-            {"constraints": {"metric": 0.9}},
-            UsageError,
-            "without evaluate the error of the results stands for",
-        ),
+        ({"constraints": {"metric": 0.9}}, UsageError, "without evaluate the metric is the error of the results"),
         ({"storage": __file__}, UsageError, "test_search.py is a file; name a folder"),
         ({"storage": f"{__file__}/inside"}, UsageError, "test_search.py is a file; name a folder"),
         ({"constraints": {"memory": "much"}}, UsageError, "constraints: memory='much'"),
@@ -404,7 +412,7 @@ def test_constraints_that_no_point_meets_together_say_what_each_point_lacks():
 def test_a_slow_metric_is_told_with_how_many_trials_fit(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("fxopt.searching.bench._waiting", lambda _: 1.0)  # as on a machine that is quiet
+    monkeypatch.setattr("fxopt.searching.bench._seconds_by_the_clock", lambda _: 1.0)  # as on a machine that is quiet
 
     def slow(_: nn.Module) -> float:
         time.sleep(0.3)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxopt.passes.timing import Interval, Runner, Timings, conditions, measure, time_candidates, time_pair
+from fxopt.passes.timing import Interval, Runner, Timings, conditions, measure, seconds_of, time_candidates, time_pair
 
 
 @dataclass
@@ -332,6 +332,16 @@ def test_where_other_programs_have_the_cores_one_thread_tells(clock: Clock, monk
     assert found.in_one_thread
     assert found.ratio("before", "after").low == pytest.approx(100 / 98)
     assert machine.threads == 2
+
+
+def test_one_run_is_timed_without_other_programs_unless_other_threads_work_for_it(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = BusyMachine(clock, monkeypatch)
+    assert seconds_of(machine.candidate(0.1)) == pytest.approx(0.1)
+    assert seconds_of(machine.candidate(0.1, in_other_threads=True)) == pytest.approx(0.1)
+    machine.threads = 2
+    assert seconds_of(machine.candidate(0.1)) > 0.14
 
 
 def test_what_other_threads_work_for_is_timed_by_the_wall_clock(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,5 +48,5 @@ def test_where_threads_gain_a_call_is_timed_in_them():
 
 
 def test_models_that_are_compared_are_timed_in_the_same_threads():
-    found = profiles_of((Told(0.296, 0.002), Told(0.003, 0.004)), CALL)
+    found = profiles_of(Told(0.296, 0.002), Told(0.003, 0.004), CALL)
     assert [each.modules[""].seconds for each in found] == pytest.approx([0.002, 0.004])
