@@ -84,7 +84,7 @@ class Manager:
         if self._baseline is not None and not contest.decide(partial(self._run_all, contest)):
             self.traces = traces
         self.context.snapshot.put_back()
-        self._time_and_take_up(contest)
+        self._time_and_run_without(contest)
         with self.context.budget.spending(Stage.WHOLE):
             self.timings = with_other_sizes(self.context, self._original, self.timings)
 
@@ -103,7 +103,7 @@ class Manager:
                 self._in_baseline, self._baseline = tuple(self.rewrites), shallow_clone(self.program.model)
         self.context.budget.begin_pass()  # what follows is of no pass
 
-    def _time_and_take_up(self, contest: Contest) -> None:
+    def _time_and_run_without(self, contest: Contest) -> None:
         """Time the whole model; where what a pass took goes, or gains little, let those behind it run without that."""
         before = tuple(self.rewrites)
         self._time_whole()
@@ -113,8 +113,8 @@ class Manager:
         earlier = contest.run_without(before, gain, partial(self._run_all, contest))
         if earlier is not None:
             self.context.snapshot.put_back()
-            self._time_and_take_up(contest)  # of what was found now something may go, too
-        if earlier is None or not contest.keeps(earlier, gain, self._speed):
+            self._time_whole()  # where something goes of what was found now, nothing runs a third time
+        if earlier is None or not contest.choose(earlier, gain, self._speed):
             self.timings, self.traces = timings, traces
 
     @property

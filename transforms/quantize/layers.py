@@ -219,8 +219,8 @@ def candidates(
 
 
 def product_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """Return what makes, of the input of a convolution, rows that are multiplied by its weight, [rows, inputs]: some,
-    where they are many. None where the weight is not [outputs, inputs]: of several groups, or of uneven padding.
+    """Return a function from a convolution's input to the rows that its weight multiplies, [rows, inputs]: of many
+    about `_PATCHES`. None where the weight is not [outputs, inputs]: of several groups, or of uneven padding.
     """
     layer, geometry = layer_of(module), even_geometry(module)
     if layer is None or geometry is None or not layer.rank or geometry.groups != 1:

@@ -18,10 +18,11 @@ from ..history import History, Rewrite
 from ..tuner import CLEAR, Tuner
 from .timed import WholeModel
 
-__all__ = ["Contest", "Earlier"]
+__all__ = ["Contest"]
 
 _EQUAL = 1.02
-"""The other model may be slower by this factor: it keeps no second copy of the weights."""
+"""Within this factor two models are equally fast: a contest keeps the one without, which holds no second copy of the
+weights; `run_without` keeps what stood."""
 _CALLS = 24.0  # that a race of two models takes at least: six rounds, each with a call before, which is not timed
 
 
@@ -41,8 +42,8 @@ class Earlier:
     @property
     def place(self) -> int:
         """Return how many rewrites come before the first one that the pass or one behind it wrote."""
-        behind = [each.decision.step >= self.step for each in self.rewrites]
-        return behind.index(True) if True in behind else len(behind)
+        behind = (number for number, each in enumerate(self.rewrites) if each.decision.step >= self.step)
+        return next(behind, len(self.rewrites))
 
     @property
     def without(self) -> list[Rewrite]:
@@ -106,9 +107,9 @@ class Contest:
             self.decide(run)
         return earlier
 
-    def keeps(self, earlier: Earlier, gain: float, speed: Interval) -> bool:
-        """Let what passes found without another one stand where the whole model has a `speed` with it that is more than
-        the `gain` before, else what stood; return whether that is the former.
+    def choose(self, earlier: Earlier, gain: float, speed: Interval) -> bool:
+        """Let the faster model stand; return whether that is the one without. `gain`: of the one before; `speed`: of
+        the present one.
         """
         if speed.mid <= gain * _EQUAL:
             self._put_back(earlier)

@@ -3,51 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from support.contests import Write, X, blocks, by_status, run, written_in
 from support.runs import manager_of
-from torch import Tensor, nn
 
 import fxopt
 from fxopt.passes import timing
 from fxopt.passes.contract import Pass
-from fxopt.passes.driver import Manager
-from fxopt.passes.rewriting import Edit, operation
-from fxopt.passes.sites import Goal, Numerics, Site
+from fxopt.passes.rewriting import Edit
+from fxopt.passes.sites import Site
 from fxopt.passes.timing import TimeBudget, Timings
-from fxopt.runtime.graphs import capture_of
 from fxopt.tracing.program import Program
 
-X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 NAMES = {torch.sub: "taken", torch.subtract: "own", torch.multiply: "before"}
-
-
-class Block(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x - 1.0) * 2.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Write(Pass):
-    """Write an operation that nobody has written as a call of a function."""
-
-    goal: ClassVar[Goal] = Goal.SPEED
-    numerics: ClassVar[Numerics] = Numerics.EXACT
-    function: Any = torch.subtract
-    found: str = "sub"
-
-    def find(self, program: Program) -> Iterator[Site]:
-        for match in program.matches(operation(self.found, name="it")):
-            if match["it"].target not in NAMES:
-                yield match.site()
-
-    def rewrite(self, site: Site, edit: Edit) -> None:
-        node = edit.graph_node("it")
-        edit.replace(node, edit.call(self.function, *node.args))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,35 +38,6 @@ BEFORE = Write(torch.multiply, "mul")
 """A pass that runs before the others, and finds products."""
 TAKE_BY_NAME = Take(torch.multiply, "mul", required=True)
 """A pass of the same kind that somebody named, and that finds products."""
-
-
-def written_in(model: nn.Module) -> Counter[str]:
-    captures = [capture for each in model.modules() if (capture := capture_of(each)) is not None]
-    nodes = (node for capture in captures for node in capture.specializations[0].graph.nodes)
-    return Counter(NAMES[node.target] for node in nodes if node.target in NAMES)
-
-
-def run(
-    monkeypatch: pytest.MonkeyPatch, costs: Mapping[str, float], *passes: Pass, budget: TimeBudget | None = None
-) -> tuple[Manager, Callable[[], int]]:
-    """Run passes on two blocks; the whole model costs 100, and each written operation what is said. Count the races."""
-    races: list[Mapping[str, Any]] = []
-
-    def raced(candidates: Mapping[str, Any], **_: Any) -> Timings:
-        races.append(candidates)
-
-        def cost(model: nn.Module) -> float:
-            return 100.0 + sum(costs[name] * count for name, count in written_in(model).items())
-
-        return Timings([{name: cost(each.module) for name, each in candidates.items()}] * 9)
-
-    monkeypatch.setattr(timing, "time_candidates", raced)
-    budget = budget or TimeBudget(100.0, forward=0.01, timing=80.0)
-    model = nn.Sequential(Block(), Block()).eval()
-    manager = manager_of(fxopt.capture(model, (X,)), budget=budget)
-    manager.run(passes)
-    assert torch.equal(manager.program.model(X), model(X))
-    return manager, lambda: len(races)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,39 +61,35 @@ def test_the_time_for_a_contest_that_will_not_be_is_for_another_lowering(
     monkeypatch.setattr(timing, "rough_ratio", lambda before, after: gain)
     budget = TimeBudget(100.0, forward=0.01)  # 75 for sites, half of which are for the contest
     manager, _ = run(
-        monkeypatch, {"taken": -5, "own": -10, "before": 0}, Convert(budget_of=budget), Write(), budget=budget
+        monkeypatch, NAMES, {"taken": -5, "own": -10, "before": 0}, Convert(budget_of=budget), Write(), budget=budget
     )
     (decision, *_) = (each for each in manager.decisions if each.pass_name == "convert")
     assert list(decision.figures["lowerings"]) == ways
 
 
-def by_status(manager: Manager) -> Counter[tuple[str, str]]:
-    return Counter((decision.pass_name, decision.status) for decision in manager.decisions)
-
-
 def test_what_is_faster_without_it_is_given_to_the_passes_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager, _ = run(monkeypatch, {"taken": -5, "own": -10, "before": -1}, BEFORE, Take(), Write())
-    assert written_in(manager.program.model) == {"own": 2, "before": 2}
+    manager, _ = run(monkeypatch, NAMES, {"taken": -5, "own": -10, "before": -1}, BEFORE, Take(), Write())
+    assert written_in(manager.program.model, NAMES) == {"own": 2, "before": 2}
     assert by_status(manager) == {("take", "undone"): 2, ("write", "applied"): 4}
     reasons = {decision.reason for decision in manager.decisions if decision.reason}
     assert reasons == {"without it, the passes behind it make the whole model 1.13x as fast"}
     assert [each.applied for each in manager.traces] == [2, 2, 2]
     plan = manager.plan([BEFORE, Take(), Write()])
-    again = manager_of(fxopt.capture(nn.Sequential(Block(), Block()).eval(), (X,)))
+    again = manager_of(fxopt.capture(blocks(), (X,)))
     again.repeat([BEFORE, Take(), Write()], plan, verified=False)
-    assert written_in(again.program.model) == {"own": 2, "before": 2}
+    assert written_in(again.program.model, NAMES) == {"own": 2, "before": 2}
 
 
 def test_what_is_faster_with_it_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager, _ = run(monkeypatch, {"taken": -10, "own": -5, "before": -1}, BEFORE, Take(), Write())
-    assert written_in(manager.program.model) == {"taken": 2, "before": 2}
+    manager, _ = run(monkeypatch, NAMES, {"taken": -10, "own": -5, "before": -1}, BEFORE, Take(), Write())
+    assert written_in(manager.program.model, NAMES) == {"taken": 2, "before": 2}
     assert by_status(manager) == {("take", "applied"): 2, ("write", "applied"): 2}
     assert [each.applied for each in manager.traces] == [2, 2, 0]
 
 
 def test_what_is_as_fast_without_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager, _ = run(monkeypatch, {"taken": -5, "own": -5}, Take(), Write())
-    assert written_in(manager.program.model) == {"own": 2}
+    manager, _ = run(monkeypatch, NAMES, {"taken": -5, "own": -5}, Take(), Write())
+    assert written_in(manager.program.model, NAMES) == {"own": 2}
 
 
 @pytest.mark.parametrize(
@@ -159,10 +98,10 @@ def test_what_is_as_fast_without_it_goes(monkeypatch: pytest.MonkeyPatch) -> Non
     ids=["asked for by name", "another one asked for by name", "nothing behind it", "itself behind it"],
 )
 def test_there_is_no_contest_without_a_choice(monkeypatch: pytest.MonkeyPatch, passes: tuple[Pass, ...]) -> None:
-    manager, races = run(monkeypatch, {"taken": -5, "own": -10, "before": -1}, *passes)
+    manager, races = run(monkeypatch, NAMES, {"taken": -5, "own": -10, "before": -1}, *passes)
     by_name = {"before": 2} if TAKE_BY_NAME in passes else {}
-    assert written_in(manager.program.model) == {"taken": 2, **by_name}
-    assert races() <= 1
+    assert written_in(manager.program.model, NAMES) == {"taken": 2, **by_name}
+    assert races <= 1
     assert all(each.status == "applied" for each in manager.decisions)
 
 
@@ -190,9 +129,11 @@ class Breaks(Write):
 def test_where_a_pass_raises_without_it_the_first_model_stays(
     monkeypatch: pytest.MonkeyPatch, where: str, said: str
 ) -> None:
-    manager, races = run(monkeypatch, {"taken": -5, "own": -10, "before": -1}, BEFORE, Take(), Breaks(where=where))
-    assert written_in(manager.program.model) == {"taken": 2, "before": 2}
-    assert races() == 1  # of the model as it stands
+    manager, races = run(
+        monkeypatch, NAMES, {"taken": -5, "own": -10, "before": -1}, BEFORE, Take(), Breaks(where=where)
+    )
+    assert written_in(manager.program.model, NAMES) == {"taken": 2, "before": 2}
+    assert races == 1  # of the model as it stands
     assert not any(hasattr(module, "odd") for module in manager.program.model.modules())
     assert by_status(manager) == {("write", "applied"): 2, ("take", "applied"): 2, ("breaks", "skipped"): 1}
     note = manager.decisions[-1]
@@ -207,7 +148,7 @@ def test_the_report_says_that_a_pass_raised_without_it(monkeypatch: pytest.Monke
         "time_candidates",
         lambda candidates, **_: Timings([{name: 1.2 if name == "before" else 1.0 for name in candidates}] * 9),
     )
-    model = nn.Sequential(Block(), Block()).eval()
+    model = blocks()
     fast = fxopt.optimize(model, [Take(), Breaks()], example_inputs=(X,), time_budget=100.0)
     assert torch.equal(fast(X), model(X))
     assert "breaks at (root): run again without what take took, it raised" in str(fxopt.report(fast))
@@ -215,6 +156,6 @@ def test_the_report_says_that_a_pass_raised_without_it(monkeypatch: pytest.Monke
 
 def test_without_time_for_it_what_stands_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = TimeBudget(1.0, forward=0.05, timing=0.9)
-    manager, _ = run(monkeypatch, {"taken": -5, "own": -10}, Take(), Write(), budget=budget)
-    assert written_in(manager.program.model) == {"taken": 2}
+    manager, _ = run(monkeypatch, NAMES, {"taken": -5, "own": -10}, Take(), Write(), budget=budget)
+    assert written_in(manager.program.model, NAMES) == {"taken": 2}
     assert {decision.status for decision in manager.decisions} == {"applied"}

@@ -113,6 +113,13 @@ def test_a_pass_without_a_contest_takes_the_time_for_it(sharing: int, part: floa
     assert budget.for_sites == part
 
 
+@pytest.mark.parametrize("spent", [0.0, 4.0, 25.0])
+def test_passes_that_run_again_have_as_much_time_again(spent: float) -> None:
+    budget = TimeBudget(10.0, spent=spent)
+    budget.begin_again()
+    assert budget.left == 10.0
+
+
 def test_a_check_that_takes_too_long_takes_nothing_from_the_passes_behind() -> None:
     budget = TimeBudget(40.0, forward=1.0)
     budget.begin_pass(sharing=2)

@@ -348,6 +348,19 @@ def test_released_parameters_lie_in_files_and_everything_computes_as_before(engi
     same(fast.double(), wide().double(), X.double())
 
 
+@engines
+def test_a_released_model_is_exported_with_its_weights(engine: str, tmp_path: Path) -> None:
+    model, fast = wide(), released(engine)
+    expected = model(X)
+    torch.testing.assert_close(torch.export.export(fast, (X,)).module()(X), expected, atol=1e-5, rtol=1e-4)
+    fxopt.export(fast, tmp_path / "wide.pt2", (X,))
+    torch.testing.assert_close(torch.export.load(tmp_path / "wide.pt2").module()(X), expected, atol=1e-5, rtol=1e-4)
+    fxopt.export(fast, tmp_path / "wide.onnx", (X,))
+    session = pytest.importorskip("onnxruntime").InferenceSession(tmp_path / "wide.onnx")
+    (found,) = session.run(None, {session.get_inputs()[0].name: X.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), expected, atol=1e-5, rtol=1e-4)
+
+
 @one_engine
 def test_a_full_disk_is_told_of(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object) -> None:
