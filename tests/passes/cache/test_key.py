@@ -94,7 +94,7 @@ def test_threads_versions_and_the_machine_count(monkeypatch: pytest.MonkeyPatch)
 
 def test_an_engine_that_comes_later_counts(monkeypatch: pytest.MonkeyPatch):
     first = found()
-    monkeypatch.setattr(key, "engines", lambda: {})
+    monkeypatch.setattr(key, "engines", dict)
     assert found() not in (None, first)
 
 
