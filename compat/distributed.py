@@ -125,7 +125,7 @@ def handed_to_all(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def hold_group_of(reducer: DistributedDataParallel) -> None:
-    """Let the process group of torch's reducer go after the reducer.
+    """Keep the process group of torch's reducer until the reducer is gone.
 
     Torch ends a group without Python's lock where Python lets go of it last, but with the lock where the reducer does,
     and then waits for threads of gloo, which may wait for the lock: for ever.
@@ -136,7 +136,7 @@ def hold_group_of(reducer: DistributedDataParallel) -> None:
 
 
 def _let_go(group: Any) -> None:
-    """Take what was held so far."""
+    """Do nothing: the finalizer has held the group until now."""
 
 
 def is_of_a_collective(error: BaseException) -> bool:

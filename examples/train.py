@@ -15,7 +15,6 @@ model: what one process wrote, two can go on with, and a model that was never op
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import os
 import pkgutil
@@ -224,13 +223,12 @@ def main(
         chosen = ("distributed" if several else "training") if passes is None else passes
         losses = train(make, chosen, epochs, checkpoint)
     if joins:
-        gc.collect()  # the model goes before its process group, whose threads could wait for it for ever otherwise
         distributed.destroy_process_group()
     return losses
 
 
 def train(make: Callable[[], Made], passes: str, epochs: int, checkpoint: Path | None) -> list[float]:
-    """Train a new model; it is gone afterwards."""
+    """Train a new model."""
     torch.manual_seed(SEED)  # the same in every process
     training = Training(make(), passes, epochs, checkpoint)
     losses: list[float] = []

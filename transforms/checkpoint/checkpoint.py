@@ -56,11 +56,10 @@ class Checkpoint(Pass):
             yield Refusal(reason, at="(root)")
             return
         found = choices(program, lambda saved: limit_of(self.budget, saved))
-        saved = found.problem.saved if program.held is None else program.held
-        choice = self._chosen(found, saved)
+        choice = self._chosen(found)
         if not choice.stretches:
-            says = f"the model saves {byte_text(saved)} of activations"
-            allowed = limit_of(self.budget, saved) >= saved
+            says = f"the model saves {byte_text(found.saved)} of activations"
+            allowed = found.most >= found.saved
             why = f"which budget={self.budget} allows: nothing has to be computed again"
             yield Refusal(f"{says}, {why if allowed else 'and no region would lower the peak of a step'}", at="(root)")
         for stretch in choice.stretches:
@@ -69,10 +68,9 @@ class Checkpoint(Pass):
             for name, why in found.left_out.items():
                 yield Refusal(why, at=name)
 
-    def _chosen(self, found: Choices, saved: int) -> Choice:
-        """Return what the budget asks for of a model that holds `saved` bytes; BudgetError says what the least is."""
-        least = found.frontier[-1]
-        limit = limit_of(self.budget, saved)
+    def _chosen(self, found: Choices) -> Choice:
+        """Return what the budget asks for; BudgetError says what the least is."""
+        least, limit, saved = found.frontier[-1], found.most, found.saved
         choice = least if self.budget == 0 else next((c for c in found.frontier if c.schedule.peak <= limit), None)
         if choice is None:
             peak = least.schedule.peak

@@ -173,30 +173,33 @@ class Choices:
     """What a budget chooses from."""
 
     problem: Problem  # the forward as it runs
+    saved: int  # bytes of which the budget is a share
+    most: float  # bytes that the budget allows
     frontier: Sequence[Choice]  # choices of less and less memory, each the cheapest known for its own
     left_out: Mapping[str, str]  # name of a node -> why it is in no region
 
 
-def choices(program: Program, limit: Callable[[int], float] | None = None) -> Choices:
+def choices(program: Program, limit: Callable[[int], float]) -> Choices:
     """Return the regions worth choosing from for the model's first example call.
 
-    `limit`: says how many bytes may be held of a model that saves so many; by default all budgets are looked for.
+    `limit`: how many bytes the budget allows of a model that holds so many.
     """
     forward = traced_forward(program)
     search = Search(program, forward)
     found = search.stretches()
     problem = forward.problem(list(found), _OVERHEAD)
-    most = None if limit is None else limit(problem.saved if program.held is None else program.held)
+    saved = problem.saved if program.held is None else program.held
+    most = limit(saved)
     known = [Choice(each, tuple(found[region] for region in each.regions)) for each in frontier(problem, most)]
     if len(found) <= _MOST_SPANS:
         known += _in_another_order(program, forward, search, problem, most)
     schedules = {id(choice.schedule): choice for choice in known}
     best = [schedules[id(schedule)] for schedule in front([choice.schedule for choice in known])]
-    return Choices(problem, best, search.left_out)
+    return Choices(problem, saved, most, best, search.left_out)
 
 
 def _in_another_order(
-    program: Program, forward: Forward, search: Search, problem: Problem, most: float | None
+    program: Program, forward: Forward, search: Search, problem: Problem, most: float
 ) -> list[Choice]:
     """Return what is found where each branch is finished before the next begins."""
     moved, order = reordered(forward, search.repeats)

@@ -21,8 +21,8 @@ _HELD_SETS = 12
 """So many sets of activations that are held across a place are told apart."""
 
 _RUNG, _WIDE_RUNG, _MANY = 16, 8, 1000
-"""Between the plain model and the least, each amount of memory that is solved for is less by this part of it; by the
-second where there are more regions to choose from than the third, for each solution takes a second then.
+"""From a budget down to its half, each limit that is solved for is less by this part of it; by the second where there
+are more regions to choose from than the third, for each solution takes a second then. The least is found to within it.
 """
 
 _EXACT = 64
@@ -35,8 +35,8 @@ _Held = frozenset[int]
 _NOTHING: _Held = frozenset()
 
 
-def frontier(problem: Problem, most: float | None = None) -> list[Schedule]:
-    """Return schedules of less and less memory, each the cheapest known for its own; the plain model comes first.
+def frontier(problem: Problem, most: float) -> list[Schedule]:
+    """Return schedules of less and less memory, each the cheapest known for its own.
 
     `most`: of so much memory or less, one is enough: the cheapest, or the smallest where none fits.
     """
@@ -46,10 +46,9 @@ def frontier(problem: Problem, most: float | None = None) -> list[Schedule]:
         while (schedule := solver.solve(found[-1].peak - 1)) is not None:
             found.append(schedule)
         return front(found)
-    if most is not None and (fitting := _fitting(solver, plain, most)):
+    if fitting := _fitting(solver, plain, most):
         return front(fitting)
-    smallest = _smallest(solver, plain.peak)
-    return front([plain, *smallest, *(_ladder(solver, smallest, plain.peak) if most is None else ())])
+    return front([plain, *_smallest(solver, plain.peak)])
 
 
 def _fitting(solver: _Solver, plain: Schedule, most: float) -> list[Schedule]:
@@ -81,18 +80,6 @@ def _smallest(solver: _Solver, most: int) -> list[Schedule]:
             found.append(schedule)
             enough = schedule.peak
     return found
-
-
-def _ladder(solver: _Solver, smallest: Sequence[Schedule], most: int) -> Iterator[Schedule]:
-    """Yield the cheapest schedule for larger and larger limits; what it costs is known not to be more than before."""
-    if not smallest:
-        return
-    best = smallest[-1]
-    limit = best.peak + best.peak // solver.rung
-    while limit < most:
-        best = solver.solve(limit, best.operations * _ROUNDED) or best
-        yield best
-        limit += max(limit // solver.rung, 1)
 
 
 def front(found: Sequence[Schedule]) -> list[Schedule]:
@@ -128,6 +115,12 @@ class _Table:
         return new
 
 
+_SIZE, _MOVE, _BEFORE = range(3)
+"""The numbers of a way to a place: bytes held there, the move that led there, and the way before that."""
+
+_ADDED, _NEEDED, _TARGET = range(3)
+"""The numbers of a move: bytes that are held in addition, bytes that must be free, and what is held at its end."""
+
 _Arrival = tuple[_Numbers, _Numbers, _Numbers]
 """Numbers of moves to one place, each with the neighbouring ways that it follows: from which one, to before which."""
 
@@ -150,7 +143,7 @@ class _Solver:
             for place in range(len(problem.steps))
         ]  # by place: what may be done there, by where that ends
         self._ends = [_neighbours([stop for _, stop, _ in moves]) for moves in self._again]
-        self._moves = _Table()  # bytes that are held in addition, or must be free; what is held at the end; operations
+        self._moves = _Table()  # with their operations
         self._chosen: list[Region | None] = []  # by move: what is run again; None where a step just runs
         self._from: dict[tuple[int, _Held], slice] = {}
         self._targets: dict[tuple[int, _Held], int] = {}
@@ -158,7 +151,7 @@ class _Solver:
 
     def solve(self, limit: int, dearest: float = math.inf) -> Schedule | None:
         """Return the cheapest schedule that holds no more than `limit` bytes at once and costs no more, or None."""
-        end, ways = len(self._problem.steps), _Table()  # bytes held; the move that led here; the way before; costs
+        end, ways = len(self._problem.steps), _Table()
         none = np.full(1, -1)
         settled = {_NOTHING: ways.add(np.zeros(1, np.int64), none, none, np.zeros(1))}
         arrivals: list[list[_Arrival]] = [[] for _ in range(end + 1)]
@@ -173,13 +166,13 @@ class _Solver:
         if not settled:
             return None
         (last,) = settled.values()  # nothing crosses the end
-        return self._problem.schedule(self._path(ways, last.stop - 1))
+        return self._problem.schedule(self._path(ways, last.stop - 1))  # the cheapest
 
     def _possible(self, ways: _Table, at: slice, moves: slice, limit: int, dearest: float) -> _Arrival:
         """Return the moves from a place, and which of the ways to it each may follow."""
-        added, needed = self._moves.numbers[0, moves], self._moves.numbers[1, moves]
+        added, needed = self._moves.numbers[_ADDED, moves], self._moves.numbers[_NEEDED, moves]
         most: _Numbers = np.minimum(limit + self._problem.room - needed, limit - added)
-        stops: _Numbers = at.start + np.searchsorted(ways.numbers[0, at], most, "right")
+        stops: _Numbers = at.start + np.searchsorted(ways.numbers[_SIZE, at], most, "right")
         starts: _Numbers = at.stop - np.searchsorted(ways.costs[at][::-1], dearest - self._moves.costs[moves], "right")
         numbers: _Numbers = np.arange(int(moves.start), int(moves.stop))
         return numbers, starts, stops
@@ -207,10 +200,10 @@ class _Solver:
         return number
 
     def _path(self, ways: _Table, at: int) -> list[Region]:
-        """Return the regions on a way to the end: on the last one, the cheapest that holds least."""
+        """Return the regions on the way to the end that has this number."""
         regions = list[Region]()
-        while (number := int(ways.numbers[1, at])) >= 0:
-            region, at = self._chosen[number], int(ways.numbers[2, at])
+        while (number := int(ways.numbers[_MOVE, at])) >= 0:
+            region, at = self._chosen[number], int(ways.numbers[_BEFORE, at])
             if region is not None:
                 regions.append(region)
         return regions
@@ -225,9 +218,9 @@ class _Solver:
         if not len(moves):
             return {}
         before: _Numbers = np.arange(int(counts.sum())) + np.repeat(starts - np.cumsum(counts) + counts, counts)
-        targets, group = np.unique(self._moves.numbers[2, moves], return_inverse=True)
+        targets, group = np.unique(self._moves.numbers[_TARGET, moves], return_inverse=True)
         moves, group = np.repeat(moves, counts), np.repeat(group, counts)
-        sizes = ways.numbers[0, before] + self._moves.numbers[0, moves]
+        sizes = ways.numbers[_SIZE, before] + self._moves.numbers[_ADDED, moves]
         costs = ways.costs[before] + self._moves.costs[moves]
         held_there = [self._held[int(target)] for target in targets]
         found: dict[_Held, _Numbers] = dict(zip(held_there, _thinned(sizes, costs, group), strict=True))

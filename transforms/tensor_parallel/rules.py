@@ -14,7 +14,7 @@ from ...operators import canonical_name, info_of, normalized_arguments
 from ...passes.rewriting import shape_of
 from .axes import SplitAxis, SplitSize, SplitTensor, Stop, joined, parts_in, settled, sizes_of
 
-__all__ = ["SplitCall", "one_head", "result_of"]
+__all__ = ["SplitCall", "result_of", "stop_at_one_head"]
 
 
 def position_after(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> int | None:
@@ -87,8 +87,11 @@ def result_of(call: SplitCall) -> Any:
     raise Stop(f"'{call.node.name}' ({name or call.node.target}) needs the whole of it", is_near=name is not None)
 
 
-def one_head(call: SplitCall, heads: Sequence[str]) -> Stop | None:
-    """Say of a call that is not computed by parts that it is of one head; `heads`: where its operands became one."""
+def stop_at_one_head(call: SplitCall, heads: Sequence[str]) -> Stop | None:
+    """Return the stop that names one head, where a product is not computed by parts for that.
+
+    `heads`: for each operand the node where it became one head, or ''.
+    """
     named = next(filter(None, heads), None)
     if named is None:
         return None

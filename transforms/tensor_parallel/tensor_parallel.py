@@ -21,7 +21,7 @@ from ...runtime.values import qualified, user_class
 from ...tracing.program import Program, TensorOwners
 from .axes import SplitAxis, SplitBlock, SplitSize, SplitTensor, Stop, parts_in, settled
 from .prepare import prepare
-from .rules import SplitCall, one_head, result_of
+from .rules import SplitCall, result_of, stop_at_one_head
 from .vocabulary import vocabularies_in
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class _Walk(Opener):
         try:
             result = result_of(call) if parts else None
         except Stop as stop:
-            _stop_all(call.parts, one_head(call, heads) or stop)
+            _stop_all(call.parts, stop_at_one_head(call, heads) or stop)
         else:
             self._note_numbers(call, parts, place)
         return result

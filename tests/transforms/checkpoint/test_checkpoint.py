@@ -29,6 +29,7 @@ from fxopt.runtime.graphs import WrappedRegion
 from fxopt.tracing.examples import normalize_inputs
 from fxopt.tracing.program import Program
 from fxopt.transforms.checkpoint import Checkpoint, forward, recomputation
+from fxopt.transforms.checkpoint.checkpoint import limit_of
 from fxopt.transforms.checkpoint.find import Choices, Search, choices
 
 Made = tuple[nn.Module, Tensor]
@@ -38,8 +39,9 @@ def checkpointed(made: Made, budget: float | str, **options: object) -> nn.Modul
     return fxopt.optimize(made[0], Checkpoint(budget), example_inputs=(made[1],), measure=False, **options)
 
 
-def looked_up(made: Made) -> Choices:
-    return choices(fxopt.capture(copy.deepcopy(made[0]), (made[1],)))
+def looked_up(made: Made, budget: float | str) -> Choices:
+    program = fxopt.capture(copy.deepcopy(made[0]), (made[1],))
+    return choices(program, lambda saved: limit_of(budget, saved))
 
 
 def decisions(model: nn.Module) -> list[tuple[str, str]]:
@@ -70,14 +72,15 @@ def test_gradients_statistics_and_dropout_are_the_same(made: Made, budget: float
 
 
 def test_memory_is_what_was_expected_and_less_for_less(made: Made) -> None:
-    found, calls = looked_up(made), normalize_inputs((made[1],))
-    assert memory_use(made[0], calls).live == found.problem.saved
-    peaks: list[int] = []
+    calls = normalize_inputs((made[1],))
+    held, peaks = memory_use(made[0], calls).live, list[int]()
     for budget in (1.0, 0.7, 0):
-        expected = Checkpoint(budget)._chosen(found, found.problem.saved).schedule
+        found = looked_up(made, budget)
+        assert held == found.saved
+        expected = Checkpoint(budget)._chosen(found).schedule
         used = memory_use(checkpointed(made, budget, verify=False), calls)
         assert used.live == pytest.approx(expected.live, rel=0.1)
-        assert expected.live <= expected.peak <= found.problem.saved
+        assert expected.live <= expected.peak <= found.saved
         peaks.append(used.peak)
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[-1] < peaks[0]
@@ -102,13 +105,13 @@ def test_no_more_memory_than_with_each_block_checkpointed_by_hand(
     by_hand = copy.deepcopy(model)
     for block in by_hand.blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    found = looked_up((model, x))
+    found = looked_up((model, x), 0.5)
     fast = checkpointed((model, x), 0, verify=False)
     uses = [memory_use(each, normalize_inputs((x,))) for each in (fast, by_hand)]
     assert peak_of_step(fast, x) <= peak_of_step(by_hand, x)
     assert classes == 4 or uses[0].live <= uses[1].live
     fall = peak_of_step(model, x) - peak_of_step(checkpointed((model, x), 0.5, verify=False), x)
-    assert fall >= 0.45 * found.problem.saved  # gradients in flight are estimates
+    assert fall >= 0.45 * found.saved  # gradients in flight are estimates
 
 
 class DenseLayer(nn.Module):
@@ -465,9 +468,10 @@ def test_a_budget_is_a_share_or_bytes(budget: object) -> None:
 
 
 def test_bytes_and_shares_mean_the_same(transformer: Made) -> None:
-    found = looked_up(transformer)
-    share = Checkpoint(0.5)._chosen(found, found.problem.saved)
-    assert Checkpoint(f"{found.problem.saved / 2048:.3f}KiB")._chosen(found, found.problem.saved) == share
+    found = looked_up(transformer, 0.5)
+    budget = f"{found.saved / 2048}KiB"
+    same = looked_up(transformer, budget)
+    assert Checkpoint(budget)._chosen(same).schedule == Checkpoint(0.5)._chosen(found).schedule
 
 
 # -- afterwards --------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from fxopt.transforms.checkpoint import solver
 from fxopt.transforms.checkpoint.orders import as_run, dataflow, depth_first
 from fxopt.transforms.checkpoint.problem import Problem, Region, Schedule, Step
 from fxopt.transforms.checkpoint.solver import front, frontier
@@ -79,6 +80,13 @@ def every_convex_choice(given: Problem) -> Iterator[Schedule]:
                 yield schedule
 
 
+def whole_frontier(given: Problem) -> list[Schedule]:
+    """Return what is found for every limit, as among few regions to choose from."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(solver, "_EXACT", 1000)
+        return frontier(given, 0)
+
+
 def best_for(schedules: Sequence[Schedule], limit: int) -> float:
     return min((each.operations for each in schedules if each.peak <= limit), default=float("inf"))
 
@@ -86,7 +94,7 @@ def best_for(schedules: Sequence[Schedule], limit: int) -> float:
 @pytest.mark.parametrize("seed", range(8))
 def test_chains_are_solved_exactly(seed: int) -> None:
     given = problem(seed, 6, chain=True)
-    found, known = frontier(given), list(every_choice(given))
+    found, known = whole_frontier(given), list(every_choice(given))
     assert found[-1].peak == min(each.peak for each in known)
     for limit in range(found[-1].peak, given.saved + 1):
         assert best_for(found, limit) == pytest.approx(best_for(known, limit))
@@ -95,13 +103,13 @@ def test_chains_are_solved_exactly(seed: int) -> None:
 def test_where_the_loss_takes_most_only_what_is_held_after_the_forward_counts() -> None:
     for seed in range(4):
         given = replace(problem(seed, 6, chain=True), loss=1000)
-        assert frontier(given)[-1].peak == min(each.live for each in every_choice(given))
+        assert whole_frontier(given)[-1].peak == min(each.live for each in every_choice(given))
 
 
 def test_gradients_of_parameters_count_only_where_the_plain_step_has_room_for_them() -> None:
     given = problem(3, 6, chain=True)
     heavy = replace(given, steps=[replace(given.steps[0], learned=1000), *given.steps[1:]])
-    assert frontier(heavy)[-1].peak < heavy.saved
+    assert whole_frontier(heavy)[-1].peak < heavy.saved
 
 
 def in_both_orders(given: Problem) -> list[Schedule]:
@@ -110,10 +118,10 @@ def in_both_orders(given: Problem) -> list[Schedule]:
     moved = replace(given, steps=[given.steps[number] for number in order])
     regions = (
         [(frozenset(order[region.start : region.stop]), region.selective) for region in schedule.regions]
-        for schedule in frontier(moved)
+        for schedule in whole_frontier(moved)
     )
     others = [schedule for each in regions if (schedule := as_run(given, each)) is not None]
-    return front([*frontier(given), *others])
+    return front([*whole_frontier(given), *others])
 
 
 def test_small_graphs_are_solved_within_a_twentieth_of_the_best_there_is() -> None:
@@ -129,7 +137,7 @@ def test_small_graphs_are_solved_within_a_twentieth_of_the_best_there_is() -> No
 
 def test_less_memory_never_costs_less() -> None:
     for seed in range(6):
-        found = frontier(problem(200 + seed, 9, chain=bool(seed % 2)))
+        found = whole_frontier(problem(200 + seed, 9, chain=bool(seed % 2)))
         assert all(a.peak > b.peak and a.operations < b.operations for a, b in itertools.pairwise(found))
         assert found[0].operations == 0
 
@@ -137,11 +145,12 @@ def test_less_memory_never_costs_less() -> None:
 def test_a_search_for_one_limit_costs_no_more_than_one_for_all() -> None:
     for seed in range(6):
         given = problem(200 + seed, 9, chain=True)
-        every = frontier(given)
+        every = whole_frontier(given)
         for share in (2.0, 0.9, 0.6, 0.4, 0.0):
             limit = share * given.saved
             known, found = (
                 next((s for s in each if s.peak <= limit), None) for each in (every, frontier(given, limit))
             )
             assert known is None or (found is not None and found.operations <= known.operations * (1 + 1e-9))
-        assert frontier(given, 0.0)[-1].peak == every[-1].peak
+        peak = frontier(given, 0)[-1].peak
+        assert peak - max(peak // 16, 1) < every[-1].peak <= peak
