@@ -212,14 +212,14 @@ def test_what_was_compared_in_haste_is_compared_as_usual_once(folder: Path, monk
         briefly.append(options["brief"])
         made(self, *args, **options)
 
-    fast(net())
+    fast(net(), measure=False)
     path, given = entry(folder)
     assert given["is_compared"]
     given["plan"]["decisions"][0]["figures"]["hurried"] = "no time was left"
     path.write_text(json.dumps({**given, "is_compared": False}))
     monkeypatch.setattr(Original, "__init__", noted)
     for expected in (False, True):
-        assert is_recalled(fast(net()))
+        assert is_recalled(fast(net(), measure=False))
         assert set(briefly) == {expected}
         assert entry(folder)[1]["is_compared"]
         briefly.clear()
@@ -344,16 +344,16 @@ def entry_of(folder: Path) -> Path:
 )
 def test_a_damaged_or_hostile_entry_does_no_harm(damaged: Any, folder: Path):
     model = net()
-    first = fast(model)
+    first = fast(model, measure=False)
     path = entry_of(folder)
     text = path.read_text()
     path.write_text(damaged(text))
     assert path.read_text() != text
-    again = fast(model)
+    again = fast(model, measure=False)
     assert_equivalent(model, again, (X,))
     if not is_recalled(again):
         assert json.loads(path.read_text())["plan"]["pipeline"] == list(fxopt.plan(first).pipeline)
-        assert is_recalled(fast(model))
+        assert is_recalled(fast(model, measure=False))
 
 
 def test_the_entry_of_another_model_does_no_harm(folder: Path):
