@@ -79,7 +79,7 @@ _WORDS: Mapping[Cause, str | Callable[[_Values], str]] = {
     Cause.MODEL_DIFFERS: _model_differs,
     Cause.RAISED_WITHOUT: lambda values: (
         f"run again without what {values['without']} took, it raised: {values['problem']}; "
-        f"what {values['without']} took stays"
+        "the model stays as it was before that"
     ),
     Cause.DEPENDENT: lambda values: ": ".join(["it depended on a rewrite that was undone", *values.values()]),
 }

@@ -165,8 +165,13 @@ def _other_sizes(record: Record) -> dict[str, str]:
 
 
 def slower_sizes(record: Record) -> dict[str, float]:
-    """Return the sizes and layouts on which the model is clearly slower than before, with the ratios."""
-    sizes: Mapping[str, Mapping[str, float]] = (record.timings or {}).get("sizes", {})
+    """Return the sizes and layouts on which the model is clearly slower than before, with the ratios, where it is
+    faster on those of the example: what is slower there saves something else than time.
+    """
+    timings = record.timings or {}
+    if not timings or timings["speedup"] <= 1.0:
+        return {}
+    sizes: Mapping[str, Mapping[str, float]] = timings.get("sizes", {})
     return {
         label: figures["speedup"]
         for label, figures in sizes.items()

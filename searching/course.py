@@ -117,7 +117,8 @@ class Search:
         if fit < wanted and (self.most is None or self.most > fit):
             why = f"evaluate takes {duration(metric)}" if metric > each / 2 else f"a trial takes about {duration(each)}"
             notes.append(
-                f"{why}, so about {counted(int(fit), 'trial')} fit into the time budget; {wanted} try each choice once"
+                f"{why}, so the time budget is enough for about {counted(int(fit), 'trial')}; "
+                f"{wanted} try each choice once"
             )
             _LOG.warning("%s", notes[-1])
         original = self.bench.original.figures

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from ..errors import UsageError, did_you_mean
+from ..passes.timing import SECONDS
 from ..reporting.wording import duration
 from ..storage import byte_text, parse_bytes
 
@@ -17,7 +18,6 @@ __all__ = [
 ]  # fmt: skip
 
 _BOUND = re.compile(r"\s*(?P<sign><=|>=|=<|=>|<|>)?\s*(?P<number>[+-]?\d*\.?\d+(?:[eE][+-]?\d+)?)\s*(?P<unit>\S*)\s*")
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Quantity:
 
 
 def _seconds(number: float, unit: str) -> float | None:
-    return number * _SECONDS[unit] if unit in _SECONDS else None
+    return number * SECONDS[unit] if unit in SECONDS else None
 
 
 def _bytes(number: float, unit: str) -> float | None:

@@ -12,7 +12,10 @@ from typing import Any
 
 from ...errors import UsageError
 
-__all__ = ["DEFAULT_BUDGET", "BudgetRequest", "OutOfTimeError", "Stage", "TimeBudget", "budget_clock"]
+__all__ = ["DEFAULT_BUDGET", "SECONDS", "BudgetRequest", "OutOfTimeError", "Stage", "TimeBudget", "budget_clock"]
+
+SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
+"""What units of time in texts stand for."""
 
 _LEAST_SECONDS = 2.0
 _FORWARDS = "forwards"
@@ -47,7 +50,7 @@ class BudgetRequest:
 
     @classmethod
     def of(cls, given: float | str | None) -> BudgetRequest:
-        """Read seconds as a number, `"40 forwards"`, or None for the default; UsageError for anything else."""
+        """Read seconds as a number, `"10 min"`, `"40 forwards"`, None for the default; UsageError for anything else."""
         if given is None:
             return DEFAULT_BUDGET
         number, _, unit = str(given).strip().partition(" ")
@@ -55,9 +58,9 @@ class BudgetRequest:
             count = math.nan if isinstance(given, bool) else float(number)
         except ValueError:
             count = math.nan
-        if not count >= 0 or unit not in ("", _FORWARDS):
-            raise UsageError(f"time_budget={given!r}; use seconds (a number, zero or more) or '40 forwards'")
-        return cls(0.0, count) if unit else cls(count)
+        if not count >= 0 or unit not in ("", _FORWARDS, *SECONDS):
+            raise UsageError(f"time_budget={given!r}; use seconds (a number, zero or more), '10 min' or '40 forwards'")
+        return cls(0.0, count) if unit == _FORWARDS else cls(count * SECONDS.get(unit, 1.0))
 
     def __str__(self) -> str:
         return f"{self.forwards:g} {_FORWARDS} of the model, or {self.seconds:g} s if that is more"

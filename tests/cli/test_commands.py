@@ -220,7 +220,7 @@ def test_a_wrong_budget_is_refused_before_the_model_is_built(fxopt: Fxopt):
     done = fxopt("optimize", "nowhere:heads", "--time-budget", "soon")
     assert (done.code, done.err) == (
         2,
-        "fxopt: error: time_budget='soon'; use seconds (a number, zero or more) or '40 forwards'\n",
+        "fxopt: error: time_budget='soon'; use seconds (a number, zero or more), '10 min' or '40 forwards'\n",
     )
 
 

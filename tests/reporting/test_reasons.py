@@ -46,7 +46,10 @@ WORDS = (
     ),
     (
         Reason.of(Cause.RAISED_WITHOUT, without="delegate", problem="pass 'pack' raised KeyError"),
-        "run again without what delegate took, it raised: pass 'pack' raised KeyError; what delegate took stays",
+        (
+            "run again without what delegate took, it raised: pass 'pack' raised KeyError; "
+            "the model stays as it was before that"
+        ),
     ),
     (Reason(Cause.NOT_CHECKED, SPENT), "not checked: the time budget of 2 s was spent; allow more by time_budget"),
     (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ....errors import PassError, UsageError, one_line
+from ....errors import CalibrationError, PassError, UsageError, one_line
 from ....runtime.record import Decision
 from ....tracing.isolation import shallow_clone
 from ...contract import Pass
@@ -149,7 +149,7 @@ class Contest:
             history.landed_at.pop(number, None)
         try:
             run(behind)
-        except (PassError, UsageError) as error:
+        except (CalibrationError, PassError, UsageError) as error:
             self.tuner.context.snapshot.put_back()
             self._put_back(earlier)
             values = {"without": without, "problem": one_line(error)}

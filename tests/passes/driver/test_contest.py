@@ -120,11 +120,12 @@ class Breaks(Write):
     def rewrite(self, site: Site, edit: Edit) -> None:
         super().rewrite(site, edit)
         if site.owner == "1":
-            raise KeyError(site.owner)
+            raise fxopt.CalibrationError("no data") if self.where == "data" else KeyError(site.owner)
 
 
 @pytest.mark.parametrize(
-    ("where", "said"), [("find", "find must change nothing"), ("rewrite", "(site 1:sub) raised KeyError: '1'")]
+    ("where", "said"),
+    [("find", "find must change nothing"), ("rewrite", "(site 1:sub) raised KeyError: '1'"), ("data", "no data")],
 )
 def test_where_a_pass_raises_without_it_the_first_model_stays(
     monkeypatch: pytest.MonkeyPatch, where: str, said: str

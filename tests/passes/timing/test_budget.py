@@ -33,6 +33,7 @@ def test_seconds_or_forwards(given: float | str | None, seconds: float) -> None:
 
 def test_the_default_is_never_less_than_two_seconds() -> None:
     assert BudgetRequest.of(None) == DEFAULT_BUDGET
+    assert [BudgetRequest.of(each).seconds for each in ("6 s", "2 min")] == [6.0, 120.0]
     assert TimeBudget.granted(DEFAULT_BUDGET, forward=1e-3).seconds == 2.0
 
 
