@@ -171,7 +171,7 @@ def test_tables_of_benchmarks_are_what_their_files_hold(monkeypatch: pytest.Monk
     families, ordinary, exports, backend, quantization = map(importlib.import_module, names)
     results = {
         name: json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("families", "ordinary", "exports", "dynamo_backend", "quantization_avx2")
+        for name in ("families", "ordinary", "exports", "dynamo_backend", "quantization_avx2", "ordinary_avx2")
     }
     races = results["ordinary"]["races"]
     one, two = ({model: each[threads] for model, each in races.items() if threads in each} for threads in "12")
@@ -179,6 +179,9 @@ def test_tables_of_benchmarks_are_what_their_files_hold(monkeypatch: pytest.Monk
         "families": families.table(results["families"]["models"]),
         "races": ordinary.race_table(one, 1),
         "races of two threads": ordinary.race_table(two, 2),
+        "races with AVX2 alone": ordinary.race_table(
+            {model: each["2"] for model, each in results["ordinary_avx2"]["races"].items()}, 2
+        ),
         "exports": exports.table(results["exports"]["models"]),
         "dynamo_backend": backend.table(results["dynamo_backend"]["models"]),
         "quantization": quantization.table({row["case"]: row for row in results["quantization_avx2"]["cases"]}),
