@@ -67,6 +67,7 @@ class Comparison:
         self._references: verification.References | None = None
         self._simulation: verification.References | None = None
         self._in_other_modes: Callable[..., verification.References]
+        self._original: nn.Module
         self.before = self.runner()
         self._seconds = 0.0 if self.before is None else self.before.seconds
         if not self._has_time_to_time_one():
@@ -142,7 +143,7 @@ class Comparison:
         )
         with self._running():
             self._references = closely(self._owner, modes=modes)
-            self._in_other_modes = partial(closely, shallow_clone(self._owner))
+            self._in_other_modes, self._original = closely, shallow_clone(self._owner)
             if self._simulated is not None:  # noise would fill what is zero there
                 self._simulation = taken(self._simulated, modes=modes, steady=True, brief=True, widest=self._widest())
 
@@ -156,10 +157,12 @@ class Comparison:
         several = len(specializations_of(self._owner)) > 1
         return self._calls[:1] if self._hurried and not several else self._calls
 
-    def _modes(self) -> tuple[Sequence[bool | None], bool]:
-        """Return the modes to compare in, and whether gradients count."""
+    def _modes(
+        self, module: nn.Module | None = None, rewritten: nn.Module | None = None
+    ) -> tuple[Sequence[bool | None], bool]:
+        """Return the modes to compare a module in, that around the group as it is now, and whether gradients count."""
         gradients, training = self._phase.covers_training, self._program.training
-        modes = modes_to_check(self._owner, self._phase, training)
+        modes = modes_to_check(module or self._owner, self._phase, training, rewritten)
         if self._hurried:
             return modes[:1], training and not self._phase.covers_evaluation
         return (modes[:1], gradients and training) if self._brief else (modes, gradients)
@@ -185,8 +188,8 @@ class Comparison:
             return
         yield self._references
         known = {each.conditions.training for each in self._references.runs}
-        if missed := [mode for mode in self._modes()[0] if mode not in known]:
-            yield self._in_other_modes(modes=missed)
+        if missed := [mode for mode in self._modes(self._original, self._owner)[0] if mode not in known]:
+            yield self._in_other_modes(self._original, modes=missed)
 
     def runner(self) -> timing.Runner | None:
         """Return a function that calls the module as it runs now, to be timed; unchanged modules in it are inactive."""

@@ -11,7 +11,7 @@ from torch import nn
 from ....tracing.examples import Inputs
 from ...sites import Numerics, Phase
 from ...timing import OutOfTimeError
-from ...verification import References, Sizes, modes_to_check
+from ...verification import References, Sizes, modes_to_check, shows_modes
 from ..context import RunContext
 from ..history import Rewrite
 
@@ -56,18 +56,19 @@ class FullCheck:
 
     def has_seen(self, rewrite: Rewrite, rewrites: Sequence[Rewrite]) -> bool:
         """Say whether the model was found right with a rewrite in each mode in which that and all `rewrites` hold, with
-        gradients where these count.
+        gradients where these count: those of the given mode are compared with the whole model as it is handed over.
         """
         together = phase_of(rewrites)
         phase = Phase.EVAL if together is Phase.EVAL else rewrite.phase
-        right = self._right.get(rewrite, ())
-        seen = {mode for mode, gradients, _ in right if gradients or not phase.covers_training}
-        return seen.issuperset(self._modes(phase))
+        right, given = self._right.get(rewrite, ()), (None, self.model.training)
+        seen = {mode for mode, gradients, _ in right if gradients or mode in given or not phase.covers_training}
+        modes = self._modes(phase)
+        is_shown = shows_modes(self.model, self.context.program.model)
+        return seen.issuperset(modes if is_shown else modes[:1])
 
     def _modes(self, phase: Phase) -> Sequence[bool | None]:
         """Return the modes to compare in: both where either model depends on the mode."""
-        both = self.model, self.context.program.model
-        return max((modes_to_check(each, phase, self.model.training) for each in both), key=len)
+        return modes_to_check(self.model, phase, self.model.training, self.context.program.model)
 
     def _references(self, phase: Phase) -> Iterator[tuple[_Part, References]]:
         """Yield the run of the original in each mode, on a smaller call where the recorded one takes too long; then
