@@ -99,8 +99,8 @@ def optimize(
         verify: check each rewrite against float64 and undo what differs; by default yes, or what FXOPT_VERIFY says.
         measure: time rewrites made for speed, undo what is not faster; "cold": with caches emptied, as by other work.
         time_budget: seconds from the capture to the result, `"10 s"`, or `"100 forwards"`; by default 40 forwards, at
-            least 2 s.
-            Where passes run once more because what one took has gone (decision 040), that run has as much time again.
+            least 2 s. Where passes run once more because what one took has gone (decision 040), that run has as much
+            time again.
         plan: a `Plan`, or the path of a saved one: repeat its decisions without verifying or timing anything.
         inplace: rewrite `model` itself (its modules keep their identity) instead of a copy; no pass that shards it may
             be among the passes.

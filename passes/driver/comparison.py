@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from statistics import fmean
@@ -66,8 +66,7 @@ class Comparison:
         self._brief, self._simulated = brief or self._hurried, simulated
         self._references: verification.References | None = None
         self._simulation: verification.References | None = None
-        self._in_other_modes: Callable[..., verification.References]
-        self._original: nn.Module
+        self._original: nn.Module | None = None  # once references are taken: the module as it was
         self.before = self.runner()
         self._seconds = 0.0 if self.before is None else self.before.seconds
         if not self._has_time_to_time_one():
@@ -128,24 +127,27 @@ class Comparison:
             return
         if not self.checks or self._by_the_whole:
             return
-        lossy, semantic = (self.pass_.numerics is each for each in (Numerics.APPROXIMATE, Numerics.SEMANTIC))
-        coarse = lossy and self.pass_.error_budget >= _COARSE
+        self._original = shallow_clone(self._owner)
         modes, gradients = self._modes()
+        with self._running():
+            self._references = self._taken(self._original, modes)
+            if self._simulated is not None:  # noise would fill what is zero there
+                self._simulation = verification.References.taken(
+                    self._simulated, self._compared_calls, modes, gradients=gradients, seed=self._seed,
+                    in_time=self._in_time, steady=True, brief=True, widest=self._widest(),
+                )  # fmt: skip
+
+    def _taken(self, module: nn.Module, modes: Sequence[bool | None]) -> verification.References:
+        """Run the module as it was in some modes."""
+        lossy, semantic = (self.pass_.numerics is each for each in (Numerics.APPROXIMATE, Numerics.SEMANTIC))
+        coarse, gradients = lossy and self.pass_.error_budget >= _COARSE, self._modes()[1]
         is_whole = not self.group.owner and self._budget.forward > _COMPARED_SMALLER_FROM
         is_smaller = is_whole and self.pass_.numerics.keeps_function and not gradients
-        sizes = verification.Sizes.SMALLER_AND_RECORDED if is_smaller else verification.Sizes.RECORDED
-        taken = partial(
-            verification.References.taken, calls=self._compared_calls, gradients=gradients, seed=self._seed,
-            in_time=self._in_time,
+        return verification.References.taken(
+            module, self._compared_calls, modes, gradients=gradients, seed=self._seed, in_time=self._in_time,
+            brief=self._brief or lossy or semantic, widest=self._widest(coarse=coarse),
+            sizes=verification.Sizes.SMALLER_AND_RECORDED if is_smaller else verification.Sizes.RECORDED,
         )  # fmt: skip
-        closely = partial(
-            taken, brief=self._brief or lossy or semantic, widest=self._widest(coarse=coarse), sizes=sizes
-        )
-        with self._running():
-            self._references = closely(self._owner, modes=modes)
-            self._in_other_modes, self._original = closely, shallow_clone(self._owner)
-            if self._simulated is not None:  # noise would fill what is zero there
-                self._simulation = taken(self._simulated, modes=modes, steady=True, brief=True, widest=self._widest())
 
     def _widest(self, *, coarse: bool = False) -> torch.dtype:
         """Return the type of exact runs; autocast casts float32 down, and remembers what it has cast."""
@@ -157,12 +159,11 @@ class Comparison:
         several = len(specializations_of(self._owner)) > 1
         return self._calls[:1] if self._hurried and not several else self._calls
 
-    def _modes(
-        self, module: nn.Module | None = None, rewritten: nn.Module | None = None
-    ) -> tuple[Sequence[bool | None], bool]:
-        """Return the modes to compare a module in, that around the group as it is now, and whether gradients count."""
+    def _modes(self) -> tuple[Sequence[bool | None], bool]:
+        """Return the modes to compare in, and whether gradients count."""
         gradients, training = self._phase.covers_training, self._program.training
-        modes = modes_to_check(module or self._owner, self._phase, training, rewritten)
+        original = self._owner if self._original is None else self._original
+        modes = modes_to_check(original, self._phase, training, self._owner)
         if self._hurried:
             return modes[:1], training and not self._phase.covers_evaluation
         return (modes[:1], gradients and training) if self._brief else (modes, gradients)
@@ -184,12 +185,12 @@ class Comparison:
 
     def _all_references(self) -> Iterator[verification.References]:
         """Yield what the module gave as it was, and then in the modes that matter to the rewritten module alone."""
-        if self._references is None:
+        if self._references is None or self._original is None:
             return
         yield self._references
         known = {each.conditions.training for each in self._references.runs}
-        if missed := [mode for mode in self._modes(self._original, self._owner)[0] if mode not in known]:
-            yield self._in_other_modes(self._original, modes=missed)
+        if missed := [mode for mode in self._modes()[0] if mode not in known]:
+            yield self._taken(self._original, missed)
 
     def runner(self) -> timing.Runner | None:
         """Return a function that calls the module as it runs now, to be timed; unchanged modules in it are inactive."""

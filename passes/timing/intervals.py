@@ -90,11 +90,14 @@ class Timings:
         common = max(names, key=lambda name: sum(name in sample for sample in self.rounds))
         return min(names, key=lambda name: self.ratio(name, common).mid)
 
-    def hangs_on_one(self, before: str, after: str) -> bool:
-        """Say whether one round alone speaks against a clear gain: a few more tell whether it was disturbed."""
-        lowest, *others = self._ratios(before, after) or [math.inf]
-        few = SURE_ROUNDS <= len(self.rounds) < _ROUNDS_BUT_ONE
-        return few and lowest <= 1.0 and min(others) > CLEARLY_SLOWER
+    def hangs_on_one(self, before: str, names: Sequence[str]) -> bool:
+        """Say whether one round alone speaks against a clear gain of the quickest: a few more tell whether it was
+        disturbed.
+        """
+        if not SURE_ROUNDS <= len(self.rounds) < _ROUNDS_BUT_ONE:
+            return False
+        lowest, *others = self._ratios(before, self.quickest(names)) or [math.inf]
+        return lowest <= 1.0 and min(others) > CLEARLY_SLOWER
 
     def _ratios(self, before: str, after: str) -> list[float]:
         """Return how many times faster `after` was in each round that timed both, in order."""

@@ -128,7 +128,7 @@ def _raced(
             continue
         if _is_settled(timings, racing, samplings, effort.clear):
             break
-        if timings.hangs_on_one(first, timings.quickest(racing)):
+        if timings.hangs_on_one(first, racing):
             continue
         is_late = len(timings.rounds) >= effort.fewest and time.thread_time() > end
         is_long = sum(timings.rounds[-1].values()) > _LONG_ROUND_SECONDS

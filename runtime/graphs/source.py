@@ -19,6 +19,7 @@ from ..guards import (
     Source,
     SourceWriter,
     Tally,
+    attribute_at,
     attribute_text,
     children_of,
     fits,
@@ -260,7 +261,7 @@ class _Body:
 
     def _callee(self, node: fx.Node) -> str:
         if node.meta.get("region"):  # a plain attribute
-            return _attribute(str(node.target))
+            return self._names(attribute_at(str(node.target)))
         return f"{self.write(self._places[node])}[{str(node.target).rpartition('.')[2]!r}]"
 
     def _hides_argument(self, node: fx.Node) -> bool:
@@ -285,7 +286,7 @@ class _Body:
         """Write the read of an attribute; a child's tensor is had in a tenth of the time without `__getattr__`."""
         target, local, place = str(node.target), self._local(node), self._places.get(node)
         if place is None:
-            return _attribute(target)
+            return self._names(attribute_at(target))
         name = target.rpartition(".")[2]
         held = f"{self.write(place)}.get({name!r})"
         # It may be kept elsewhere: as a parametrization, or on the replicas of nn.DataParallel.
@@ -367,9 +368,3 @@ def _place(node: fx.Node) -> Source | None:
     if node.op == "get_attr" and node.users and kept and dot:
         return Attribute(module_at(path.split(".")), kept)
     return None
-
-
-def _attribute(target: str) -> str:
-    *parents, name = target.split(".")
-    owner = "self" + "".join(f"._modules[{part!r}]" for part in parents)
-    return attribute_text(owner, name)

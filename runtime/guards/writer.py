@@ -30,19 +30,26 @@ class SourceWriter:
         known = self._names.get(source)
         if known is not None:
             return known
-        text = source.text(self)
-        if self._uses[source] < 2 or not source.parts:
-            return text
-        self._names[source] = name = self.fresh("read")
+        if not self._is_shared(source):
+            return source.text(self)
+        name, text = self._named(source)
         return f"({name} := {text})"
 
     def assigned(self, source: Source) -> list[str]:
         """Return the line that gives a source a name, if it is read in several places and has none yet."""
-        if source in self._names or self._uses[source] < 2 or not source.parts:
+        if source in self._names or not self._is_shared(source):
             return []
-        text = source.text(self)
-        self._names[source] = name = self.fresh("read")
+        name, text = self._named(source)
         return [f"{name} = {text}"]
+
+    def _is_shared(self, source: Source) -> bool:
+        return self._uses[source] >= 2 and bool(source.parts)
+
+    def _named(self, source: Source) -> tuple[str, str]:
+        """Give a source a name; return it, and what reads the source."""
+        text = source.text(self)  # what it is made of has its names first
+        self._names[source] = name = self.fresh("read")
+        return name, text
 
 
 def _uses(sources: Iterable[Source]) -> Counter[Source]:

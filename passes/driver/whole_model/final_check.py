@@ -157,8 +157,7 @@ class FinalCheck:
     @property
     def _unseen(self) -> list[Rewrite]:
         """Return those of them that were not compared in full in each of their modes."""
-        standing = self._context.history.rewrites
-        return [rewrite for rewrite in self._unchecked if not self._in_full.has_seen(rewrite, standing)]
+        return self._in_full.unseen(self._unchecked, self._context.history.rewrites)
 
     def _undo_unchecked(self, gone: Sequence[Rewrite]) -> None:
         standing = self._context.history.rewrites

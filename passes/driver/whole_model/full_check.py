@@ -38,7 +38,7 @@ class FullCheck:
     _right: dict[Rewrite, set[_Part]] = field(default_factory=dict[Rewrite, set[_Part]], init=False)
 
     def objection(self, rewrites: Sequence[Rewrite]) -> str:
-        """Return what is wrong with the model with these rewrites, or "", as far as there is time: see `has_seen`."""
+        """Return what is wrong with the model with these rewrites, or "", as far as there is time: see `unseen`."""
         if not all(rewrite.pass_.numerics.keeps_function for rewrite in rewrites):
             return ""
         exact = all(rewrite.pass_.numerics is Numerics.EXACT for rewrite in rewrites)
@@ -54,17 +54,23 @@ class FullCheck:
                     self._right.setdefault(rewrite, set()).add(part)
         return ""
 
-    def has_seen(self, rewrite: Rewrite, rewrites: Sequence[Rewrite]) -> bool:
-        """Say whether the model was found right with a rewrite in each mode in which that and all `rewrites` hold, with
-        gradients where these count: those of the given mode are compared with the whole model as it is handed over.
+    def unseen(self, rewrites: Sequence[Rewrite], standing: Sequence[Rewrite]) -> list[Rewrite]:
+        """Return the rewrites with which the model was not found right in each mode in which they and all that are
+        `standing` hold, with gradients where these count: those of the given mode are compared with the whole model as
+        it is handed over.
         """
-        together = phase_of(rewrites)
-        phase = Phase.EVAL if together is Phase.EVAL else rewrite.phase
+        together = phase_of(standing)
+        phases = {each: Phase.EVAL if together is Phase.EVAL else each.phase for each in rewrites}
+        wanted = {phase: self._shown_modes(phase) for phase in set(phases.values())}
+        return [each for each, phase in phases.items() if not self._seen(each, phase).issuperset(wanted[phase])]
+
+    def _seen(self, rewrite: Rewrite, phase: Phase) -> set[bool | None]:
         right, given = self._right.get(rewrite, ()), (None, self.model.training)
-        seen = {mode for mode, gradients, _ in right if gradients or mode in given or not phase.covers_training}
+        return {mode for mode, gradients, _ in right if gradients or mode in given or not phase.covers_training}
+
+    def _shown_modes(self, phase: Phase) -> Sequence[bool | None]:
         modes = self._modes(phase)
-        is_shown = shows_modes(self.model, self.context.program.model)
-        return seen.issuperset(modes if is_shown else modes[:1])
+        return modes if shows_modes(self.model, self.context.program.model) else modes[:1]
 
     def _modes(self, phase: Phase) -> Sequence[bool | None]:
         """Return the modes to compare in: both where either model depends on the mode."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from ....compat import all_modules
+from ....compat import all_modules, own_children
 from ....runtime.graphs import capture_of
 from ....runtime.values import user_class
 from ...sites import Phase
@@ -48,7 +48,7 @@ def _asks_for_mode(module: nn.Module) -> bool:
 
 def shows_modes(original: nn.Module, captured: nn.Module) -> bool:
     """Say whether graphs ask for the mode, or layers of torch that have none: other classes may, and need not."""
-    leaves = (each for each in all_modules(original) if not any(True for _ in each.children()))
+    leaves = (each for each in all_modules(original) if not own_children(each))
     layers = (each for each in leaves if user_class(type(each)).__module__.startswith("torch.nn."))
     graphs = (each for each in all_modules(captured) if capture_of(each) is not None)
     return any(map(_reads_mode, graphs)) or any(map(_reads_mode, layers))
